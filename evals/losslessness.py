@@ -1,0 +1,68 @@
+"""Question: is speculative decoding with this draft word for word what transformers' `generate` makes of the target?
+
+Varies: nothing; every prompt is decoded greedily both ways.
+Run:    python evals/losslessness.py --ckpt CKPT
+        python evals/losslessness.py --ckpt CKPT --dtype bfloat16 --prompts humaneval:20 eval.max_new_tokens=32
+    CKPT as in evals/acceptance.py.
+Writes: nothing; each divergence is a line: prompt, position, both tokens, the target's top-2 logit gap there.
+Cost:   20 minutes for the default 164 + 40 prompts of 64 tokens on two CPU cores.
+Source: arXiv:2602.06036: greedy verification changes no token. In bfloat16 kernels of another shape may break a tie
+    otherwise, which is why a divergence comes with its gap; in float32 none is expected.
+Exit:   0; 1 for any divergence in float32; 2 for what the user can mend.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from draftlab import cli, config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = cli.run_parser(__doc__)
+    parser.set_defaults(config=None)
+    parser.add_argument("--ckpt", required=True, help="folder, MLflow run id, models:/ URI, or hub id")
+    parser.add_argument("--prompts", default="humaneval:164,heldout:40", help="as in evals/acceptance.py, by comma")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of target and draft")
+    args = parser.parse_args(argv)
+    overrides = [*args.overrides, f"target.dtype={args.dtype}"]
+    base = config.load(args.config or config.DEFAULT_CONFIG, overrides)
+
+    with cli.Progress("loading the draft and its target") as say, tempfile.TemporaryDirectory() as fetched:
+        say(f"losslessness of {args.ckpt} in {args.dtype}")
+        from draftlab import checkpoint, decode, evaluation  # slow: after the first line is out
+        from draftlab.target import load_target
+        from draftlab.tracking import Store
+
+        store = Store(base.tracking, Path("outputs"))
+        draft, _, run = evaluation.load_draft(args.ckpt, args.config, overrides, store, Path(fetched))
+        target = load_target(run.target)
+        checkpoint.check_target(draft.spec, target)
+        draft, limit = draft.to(target.device, target.dtype), run.eval.max_new_tokens
+        named = [
+            (f"{source} {n}", target.chat(messages))
+            for source in args.prompts.split(",")
+            for n, messages in enumerate(evaluation.load_prompts(source, run, target, say))
+        ]
+        for _, prompt in named:
+            decode.check_prompt(target, prompt, limit)
+        say(f"{len(named)} prompts, at most {limit} new tokens each", doing="decoding")
+        found, tokens, rounds, said = 0, 0, 0, time.monotonic()
+        for n, (name, prompt) in enumerate(named, 1):
+            trace = decode.decode_speculative(target, draft, prompt, limit)
+            first = decode.divergence(target, prompt, trace.tokens, decode.generate(target, prompt, limit))
+            if first is not None:
+                found += 1
+                say(f"{name} diverges at token {first.position}: {first.ours}, generate {first.theirs}, gap {first.gap:.2g}")
+            tokens, rounds = tokens + len(trace.tokens), rounds + len(trace.rounds)
+            if time.monotonic() - said > 10 or n == len(named):
+                said = time.monotonic()
+                say(f"{n} of {len(named)} prompts, {tokens} tokens in {rounds} rounds, {found} diverge")
+    return 1 if found and args.dtype == "float32" else 0
+
+
+if __name__ == "__main__":
+    cli.main(main)

@@ -1,0 +1,162 @@
+"""Anchors, block inputs, labels and visibility. Pure functions.
+
+Shapes: N sequences, S context tokens, A anchors per sequence, B block size.
+A block is [token at a, MASK x (B-1)] at positions a..a+B-1. Slot k (k >= 1) predicts the token at a+k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def position_weights(block_size: int, gamma: float) -> Tensor:
+    """Weight of each slot of a block: 0 for the anchor, then exp(-(k-1)/gamma).
+
+    Args:
+        block_size: B, tokens in a block, the anchor included; at least 2.
+        gamma: decay length, in tokens; larger weighs late slots more; inf is no decay.
+
+    Returns:
+        (B,) float32, weight 1.0 at the first drafted slot.
+
+    Raises:
+        ValueError: block_size < 2 (nothing would be drafted) or gamma <= 0.
+
+    Source: arXiv:2602.06036, eq. 4.
+    """
+    if block_size < 2:
+        raise ValueError(f"block_size must be at least 2 (an anchor and a drafted token), got {block_size}")
+    if not gamma > 0:
+        raise ValueError(f"gamma must be above 0, got {gamma}")
+    slots = torch.arange(block_size, dtype=torch.float32)
+    decay = torch.ones(block_size) if math.isinf(gamma) else torch.exp(-(slots - 1) / gamma)
+    return torch.where(slots == 0, 0.0, decay)
+
+
+def anchor_candidates(supervised: Tensor, lengths: Tensor) -> Tensor:
+    """Positions that may start a block: the next token is inside the sequence and supervised.
+
+    Args:
+        supervised: (N, S) bool, was this token written by the target's side of the conversation?
+        lengths: (N,) tokens of each sequence; positions from there on are padding.
+
+    Returns:
+        (N, S) bool.
+    """
+    position = torch.arange(supervised.shape[1], device=supervised.device)
+    following = torch.nn.functional.pad(supervised[:, 1:], (0, 1), value=False)
+    return following & (position + 1 < lengths[:, None])
+
+
+def sample_anchors(candidates: Tensor, count: int, seeds: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Draw anchors uniformly without replacement, sorted, each sequence from its own random stream.
+
+    A sequence's anchors depend on its seed alone, so they are the same however a batch is split over
+    workers and accumulation steps.
+
+    Args:
+        candidates: (N, S) bool.
+        count: A; a sequence with fewer candidates is padded with invalid slots at position 0.
+        seeds: N seeds, e.g. (run seed, epoch, row).
+
+    Returns:
+        anchors (N, A) int64 and valid (N, A) bool.
+    """
+    def draw(row: np.ndarray, seed: Sequence[int]) -> np.ndarray:
+        chosen = np.random.default_rng(list(seed)).permutation(np.flatnonzero(row))[:count]
+        return np.sort(chosen)
+
+    return _pack([draw(row, seed) for row, seed in zip(candidates.cpu().numpy(), seeds, strict=True)], count, candidates)
+
+
+def spread_anchors(candidates: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Deterministic anchors for evaluation: `count` candidates spread evenly over each sequence, or all there are.
+
+    Args:
+        candidates: (N, S) bool.
+        count: A.
+
+    Returns:
+        anchors (N, A) int64 and valid (N, A) bool.
+    """
+    def pick(row: np.ndarray) -> np.ndarray:
+        where = np.flatnonzero(row)
+        return where[np.linspace(0, len(where) - 1, min(count, len(where))).round().astype(int)]
+
+    return _pack([pick(row) for row in candidates.cpu().numpy()], count, candidates)
+
+
+def _pack(chosen: list[np.ndarray], count: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    anchors = np.zeros((len(chosen), count), dtype=np.int64)
+    valid = np.zeros((len(chosen), count), dtype=bool)
+    for i, positions in enumerate(chosen):
+        anchors[i, : len(positions)] = positions
+        valid[i, : len(positions)] = True
+    return torch.from_numpy(anchors).to(like.device), torch.from_numpy(valid).to(like.device)
+
+
+def block_positions(anchors: Tensor, block_size: int) -> Tensor:
+    """Absolute position of each slot: (N, A) anchors -> (N, A, B)."""
+    return anchors[..., None] + torch.arange(block_size, device=anchors.device)
+
+
+def block_tokens(ids: Tensor, anchors: Tensor, block_size: int, mask_token_id: int) -> Tensor:
+    """Input tokens of each block: the anchor's own token, then MASK.
+
+    Args:
+        ids: (N, S) int64.
+        anchors: (N, A) int64.
+
+    Returns:
+        (N, A, B) int64.
+    """
+    tokens = torch.full((*anchors.shape, block_size), mask_token_id, dtype=ids.dtype, device=ids.device)
+    tokens[..., 0] = ids.gather(1, anchors)
+    return tokens
+
+
+def block_labels(
+    ids: Tensor, supervised: Tensor, lengths: Tensor, anchors: Tensor, valid: Tensor, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """What each slot should predict, and whether it counts (layout `same`: slot k predicts the token at a+k).
+
+    A slot counts when its LABEL is a supervised token inside the sequence; slot 0 and padding anchors never do.
+
+    Args:
+        ids, supervised: (N, S).
+        lengths: (N,).
+        anchors, valid: (N, A).
+
+    Returns:
+        labels (N, A, B) int64 (0 where masked) and mask (N, A, B) bool.
+    """
+    positions = block_positions(anchors, block_size)
+    inside = positions < lengths[:, None, None]
+    flat = torch.where(inside, positions, 0).flatten(1)
+    labels = ids.gather(1, flat).view_as(positions)
+    mask = supervised.gather(1, flat).view_as(positions) & inside & valid[..., None]
+    mask[..., 0] = False
+    return torch.where(mask, labels, 0), mask
+
+
+def visible(anchors: Tensor, context: int, block_size: int) -> Tensor:
+    """The attention mask as a dense reference: a block sees context strictly before its anchor, and itself.
+
+    Args:
+        anchors: (N, A) int64.
+        context: S.
+        block_size: B.
+
+    Returns:
+        (N, A*B, S + A*B) bool; queries are the blocks' slots, keys are [context ; the blocks' slots].
+    """
+    count = anchors.shape[1]
+    before = torch.arange(context, device=anchors.device) < anchors.repeat_interleave(block_size, 1)[..., None]
+    block = torch.arange(count, device=anchors.device).repeat_interleave(block_size)
+    same = (block[:, None] == block[None, :]).expand(len(anchors), -1, -1)
+    return torch.cat([before, same], dim=-1)

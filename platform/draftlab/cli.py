@@ -1,0 +1,85 @@
+"""What every script shares: arguments, one-line errors, exit codes, progress."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from draftlab import config
+from draftlab.errors import UserError
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """An argument parser with the script's docstring as its help."""
+    return _Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Options and overrides may stand in any order."""
+
+    parse_args = argparse.ArgumentParser.parse_intermixed_args
+
+
+def run_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser for scripts that take a run: `--config FILE` and dotted overrides."""
+    result = parser(doc)
+    result.add_argument("--config", type=Path, default=config.DEFAULT_CONFIG, help="YAML of differences from the defaults")
+    result.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. train.lr=3e-4 draft.block_size=8")
+    return result
+
+
+def main(body: Callable[[Sequence[str] | None], int | None]) -> None:
+    """Run a script's `main(argv)`: a UserError is one line and exit code 2, Ctrl-C is 130."""
+    try:
+        code = body(None)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    sys.exit(code or 0)
+
+
+class Progress:
+    """Lines on standard output with the time since the start; never silent for long.
+
+    While the context is open, a line repeats what is being done whenever nothing was said for `beat` seconds.
+
+    Args:
+        what: the work, as the heartbeat names it.
+        beat: seconds of silence before a heartbeat.
+    """
+
+    def __init__(self, what: str, beat: float = 15.0) -> None:
+        self.what, self.beat = what, beat
+        self._start = self._last = time.monotonic()
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+
+    def __call__(self, text: str, *, doing: str | None = None) -> None:
+        """Print a line; `doing` renames the work for the heartbeats that follow."""
+        with self._lock:
+            self.what = doing or self.what
+            self._last = time.monotonic()
+            print(f"[{self._clock()}] {text}", flush=True)
+
+    def __enter__(self) -> Progress:
+        threading.Thread(target=self._run, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+
+    def _clock(self) -> str:
+        minutes, seconds = divmod(int(time.monotonic() - self._start), 60)
+        return f"{minutes:3d}:{seconds:02d}"
+
+    def _run(self) -> None:
+        while not self._stop.wait(1.0):
+            if time.monotonic() - self._last >= self.beat:
+                self(f"... {self.what}")

@@ -1,0 +1,374 @@
+"""The typed description of a run: defaults here, differences in YAML, dotted overrides on the command line.
+
+Every default of draftlab stands in this file and nowhere else. Unknown keys and wrong types are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from draftlab.errors import UserError
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+DEFAULT_CONFIG = CONFIGS / "smollm2.yaml"
+
+PUBLISHED_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
+"""Loss decay by block size, as published (arXiv:2602.06036, training details)."""
+
+
+class Section(BaseModel):
+    """A part of the configuration; frozen, and strict about its keys and types (true is no number, "8" neither)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False)
+
+
+class TargetConfig(Section):
+    """The frozen model that is to be sped up."""
+
+    model: str = "smollm2"
+    """`smollm2` (the packaged SmolLM2-135M-Instruct), `tiny` (a little random model), a hub id or a folder."""
+    revision: str | None = None
+    """Hub revision; None is the default branch. Not used for folders and packaged targets."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Weights and compute of the target."""
+    device: str = "auto"
+    """`auto` is the GPU where there is one, else the CPU; or any torch device."""
+
+
+class CorpusConfig(Section):
+    """Conversations whose assistant turns were written by the target."""
+
+    source: str = "packaged"
+    """`packaged` (made by the packaged target), `self` (the target writes it now, once, into the cache), or a
+    .jsonl / .jsonl.gz file written by experiments/build_corpus.py or holding {"messages": [...]} rows."""
+    conversations: Annotated[int, Field(ge=1)] | None = None
+    """Use this many conversations, chosen by hash; None is all."""
+    max_length: Annotated[int, Field(ge=8)] = 256
+    """Tokens kept of a conversation; the rest is cut off."""
+    heldout: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of prompts, by hash, that no training step sees."""
+    write_conversations: Annotated[int, Field(ge=1)] = 2000
+    """Conversations to write when the target writes the corpus."""
+    write_batch: Annotated[int, Field(ge=1)] = 64
+    """Conversations written at once."""
+    write_prompt_tokens: Annotated[int, Field(ge=1)] = 64
+    """Longest self-written prompt, tokens."""
+    write_response_tokens: Annotated[int, Field(ge=1)] = 160
+    """Longest response, tokens; a response that reaches it is kept and marked unfinished."""
+    write_prompt_temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature of self-written prompts."""
+    write_temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature of responses; 0 is greedy, which is what greedy serving asks of a draft."""
+
+
+class FeaturesConfig(Section):
+    """The target's tapped hidden states over the corpus."""
+
+    mode: Literal["stored", "online"] = "stored"
+    """`stored`: one target pass kept on disk, read by every trial. `online`: the target runs in every step."""
+    layers: list[int] | None = None
+    """Layers to store, a superset that several trials share; None is just the draft's own."""
+    last_hidden: bool = False
+    """Also keep the target's last hidden state (needed by distillation losses)."""
+    batch_tokens: Annotated[int, Field(ge=1)] = 4096
+    """Tokens of one target forward while building."""
+
+
+class DraftConfig(Section):
+    """The draft's own freedom; widths, heads and rope come from the target."""
+
+    block_size: Annotated[int, Field(ge=2)] = 16
+    """B: tokens in a block, the anchor included."""
+    num_hidden_layers: Annotated[int, Field(ge=1)] = 3
+    """L: draft layers."""
+    num_target_layers: Annotated[int, Field(ge=1)] = 5
+    """T: how many target layers are tapped, spread uniformly, when target_layer_ids is not given."""
+    target_layer_ids: list[int] | None = None
+    """Tapped layers, 0-based, read at each layer's output."""
+    mask_token_id: int | None = None
+    """MASK: an existing id that the tokenizer never produces; None chooses one."""
+    intermediate_size: Annotated[int, Field(ge=1)] | None = None
+    """Width of the draft's MLP; None is the target's."""
+    init: Literal["target_layers", "random"] = "target_layers"
+    """Start from the target's own layers, or from small random weights."""
+    attention: Literal["auto", "split", "flex", "dense"] = "auto"
+    """Training attention: `split` (CPU), `flex` (FlexAttention, CUDA), `dense` (a full mask; the reference)."""
+
+
+class LossConfig(Section):
+    """Cross-entropy against the corpus, decayed along the block."""
+
+    gamma: Annotated[float, Field(gt=0, allow_inf_nan=True)] | Literal["tied"] = "tied"
+    """Decay length in tokens: slot k weighs exp(-(k-1)/gamma); .inf is no decay; `tied` follows block_size as
+    published (16: 7, 10: 5, 8: 4), and block_size / 2 elsewhere."""
+    chunk_rows: Annotated[int, Field(ge=1)] = 128
+    """Slots whose logits exist at once."""
+
+
+class TrainConfig(Section):
+    """One training run."""
+
+    steps: Annotated[int, Field(ge=1)] = 400
+    """Optimizer steps."""
+    batch_size: Annotated[int, Field(ge=1)] = 8
+    """Sequences of one optimizer step, over all workers and accumulation splits."""
+    accumulation: Annotated[int, Field(ge=1)] = 1
+    """Splits of a worker's share of the batch, run one after another."""
+    anchors: Annotated[int, Field(ge=1)] = 16
+    """Anchors of one sequence in one step."""
+    workers: Annotated[int, Field(ge=1)] = 1
+    """Ray Train workers (data parallel)."""
+    lr: Annotated[float, Field(gt=0)] = 6e-4
+    """Peak learning rate (6e-4 in arXiv:2602.06036)."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warm-up: cosine to 0, or stable and then linear to 0 over the last `decay` of the steps."""
+    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.04
+    """Share of the steps with a rising learning rate."""
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.3
+    """Share of the steps with a falling one; wsd only."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's, on every weight alike."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's decay of the gradient's mean."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """AdamW's decay of the gradient's square."""
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest gradient norm."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute; master weights and optimizer state are float32 always."""
+    eval_every: Annotated[int, Field(ge=1)] = 100
+    """Steps between held-out evaluations, each with a checkpoint; the last step always has both."""
+    threads: Annotated[int, Field(ge=1)] | None = None
+    """CPU threads of one worker; None shares the machine's cores among the workers that run at once."""
+
+
+class EvalConfig(Section):
+    """How a draft is scored."""
+
+    offline_conversations: Annotated[int, Field(ge=1)] = 64
+    """Held-out conversations scored without decoding during training."""
+    offline_anchors: Annotated[int, Field(ge=1)] = 16
+    """Deterministic anchors of each of them."""
+    prompts: Annotated[int, Field(ge=1)] = 16
+    """Held-out prompts decoded for real after training."""
+    max_new_tokens: Annotated[int, Field(ge=1)] = 64
+    """Token limit of a decoded text."""
+    repeats: Annotated[int, Field(ge=1)] = 1
+    """Times each prompt is timed, alternating target and draft."""
+    bootstrap: Annotated[int, Field(ge=100)] = 2000
+    """Resamples behind each 95% interval."""
+
+
+class TrackingConfig(Section):
+    """Where runs are recorded."""
+
+    uri: str | None = None
+    """MLflow tracking URI; None is $MLFLOW_TRACKING_URI, else a SQLite store in outputs/mlflow."""
+    experiment: str = "draftlab"
+    """MLflow experiment."""
+    log_checkpoints: bool = True
+    """Keep each trial's best draft as an MLflow logged model."""
+
+
+class ClusterConfig(Section):
+    """The machine, as Ray sees it."""
+
+    address: str = "local"
+    """`local` starts Ray on this machine; or the address of a running cluster."""
+    cpus: Annotated[int, Field(ge=1)] | None = None
+    """Cores given to Ray locally; None is all that this process may use."""
+    gpus_per_worker: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
+    """GPUs of one worker; `auto` is 1 where there are GPUs."""
+    max_concurrent: Annotated[int, Field(ge=1)] = 1
+    """Trials at once."""
+    max_failures: Annotated[int, Field(ge=0)] = 1
+    """Restarts of a trial whose worker died."""
+
+
+class Run(Section):
+    """Everything that defines a run."""
+
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Data order, anchors, initial weights."""
+    target: TargetConfig = TargetConfig()
+    corpus: CorpusConfig = CorpusConfig()
+    features: FeaturesConfig = FeaturesConfig()
+    draft: DraftConfig = DraftConfig()
+    loss: LossConfig = LossConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="after")
+    def _shares(self) -> Run:
+        splits = self.train.workers * self.train.accumulation
+        if self.train.batch_size % splits:
+            raise ValueError(
+                f"train.batch_size must be a multiple of train.workers x train.accumulation = {splits}, "
+                f"got {self.train.batch_size}"
+            )
+        return self
+
+    @property
+    def gamma(self) -> float:
+        """The loss decay in force: as given, or tied to the block size."""
+        if self.loss.gamma == "tied":
+            return PUBLISHED_GAMMA.get(self.draft.block_size, self.draft.block_size / 2)
+        return float(self.loss.gamma)
+
+    def replace(self, overrides: dict[str, Any]) -> Run:
+        """A new, validated run with dotted keys replaced, e.g. {"draft.block_size": 8}.
+
+        Raises:
+            UserError: an unknown key or a wrong value; the message names it.
+        """
+        data = self.model_dump()
+        for key, value in overrides.items():
+            _set(data, key, value)
+        return _validate(data, "override")
+
+    def flat(self) -> dict[str, Any]:
+        """Dotted key -> value, as MLflow params; `loss.gamma` is the value in force."""
+        flat: dict[str, Any] = {}
+
+        def walk(prefix: str, node: Any) -> None:
+            if isinstance(node, dict):
+                for key, value in node.items():
+                    walk(f"{prefix}{key}.", value)
+            else:
+                flat[prefix[:-1]] = node
+
+        walk("", self.model_dump())
+        flat["loss.gamma"] = self.gamma
+        return flat
+
+    def to_yaml(self) -> str:
+        """The whole run, defaults included; `load` reads it back to an equal run."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+
+    def fingerprint(self) -> str:
+        """Short hash of the whole run."""
+        return digest(self.model_dump())
+
+
+def digest(value: Any) -> str:
+    """12 hex digits of the SHA-256 of a JSON-able value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def load(path: str | Path = DEFAULT_CONFIG, overrides: list[str] | None = None) -> Run:
+    """Read a YAML of differences and apply `section.key=value` overrides.
+
+    Args:
+        path: YAML file; `extends: other.yaml` (beside it) is read first.
+        overrides: as given on a command line; values are parsed as YAML.
+
+    Raises:
+        UserError: no such file, broken YAML, unknown key, wrong type or value.
+    """
+    path = Path(path)
+    run = _validate(_read(path.resolve()), str(path))
+    return run.replace(dict(_parse(item) for item in overrides or []))
+
+
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if path in seen:
+        raise UserError(f"{path}: `extends` runs in a circle")
+    try:
+        data = _from_yaml(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise UserError(f"config {path}: cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"config {path}: not valid YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(data, dict):
+        raise UserError(f"config {path}: expected a mapping of sections, got {type(data).__name__}")
+    base = data.pop("extends", None)
+    if base is None:
+        return data
+    if not isinstance(base, str):
+        raise UserError(f"config {path}: `extends` should name a file beside it, got {base!r}")
+    return _merge(_read((path.parent / base).resolve(), (*seen, path)), data)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose floats need no point: 3e-4 is a number, as in YAML 1.2 and everywhere else."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _from_yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)  # a SafeLoader: data only
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _parse(item: str) -> tuple[str, Any]:
+    key, sign, text = item.partition("=")
+    if not sign or not key:
+        raise UserError(f"override {item!r}: expected section.key=value")
+    try:
+        return key, _from_yaml(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"override {item!r}: the value is not valid YAML") from error
+
+
+def _set(data: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, last = dotted.split(".")
+    node, place = data, Run
+    for name in (*sections, last):
+        if not (isinstance(place, type) and issubclass(place, BaseModel)) or name not in place.model_fields:
+            raise UserError(f"override {dotted!r}: unknown key {name!r}; known: {_known(place)}")
+        place = place.model_fields[name].annotation
+    if isinstance(place, type) and issubclass(place, BaseModel):
+        raise UserError(f"override {dotted!r}: a section, expected {dotted}.key=value; known: {_known(place)}")
+    for name in sections:
+        node = node[name]
+    node[last] = value
+
+
+def _known(place: Any) -> str:
+    if isinstance(place, type) and issubclass(place, BaseModel):
+        return ", ".join(place.model_fields)
+    return "none, it is a value and not a section"
+
+
+def _validate(data: dict[str, Any], source: str) -> Run:
+    try:
+        return Run.model_validate(data)
+    except ValidationError as error:
+        raise UserError(f"{source}: " + "; ".join(_explain(item) for item in error.errors())) from None
+
+
+def _explain(item: Any) -> str:
+    place = ".".join(str(part) for part in item["loc"] if not _is_union_tag(part)) or "run"
+    if item["type"] == "extra_forbidden":
+        section: Any = Run
+        for part in item["loc"][:-1]:
+            section = section.model_fields[part].annotation
+        return f"{place}: unknown key; known: {_known(section)}"
+    if item["type"] == "value_error":
+        return str(item["ctx"]["error"])
+    return f"{place}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}"
+
+
+def _is_union_tag(part: Any) -> bool:
+    return isinstance(part, str) and (part in {"int", "float"} or "constrained" in part or "[" in part)
+
+

@@ -1,0 +1,408 @@
+"""The DFlash draft model, whole: its shape, its layers, its training and its cached forward, its first weights.
+
+Shapes: N sequences, S context tokens, A anchors per sequence, B block size, T tapped target layers, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from draftlab import blocks
+from draftlab.config import DraftConfig
+from draftlab.errors import UserError
+from draftlab.target import check_layer_ids
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """The shape of a draft: what its checkpoint's config.json says."""
+
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    target_num_hidden_layers: int
+    target_hidden_size: int
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    hidden_act: str
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any] = field(hash=False)
+    max_position_embeddings: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    label_layout: str = "same"
+
+
+def uniform_layer_ids(count: int, num_layers: int) -> tuple[int, ...]:
+    """`count` of `num_layers` layers, spread from the second to the third-to-last.
+
+    Source: arXiv:2602.06036, the authors' code. 5 of 36 is (1, 9, 17, 25, 33).
+    """
+    if count == 1:
+        return (num_layers // 2,)
+    return tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+
+
+def adapt(target_config: Any, draft: DraftConfig, mask_token_id: int) -> DraftSpec:
+    """The draft's shape for a target: all that must change with a new target, in one place.
+
+    Args:
+        target_config: the target's (text) configuration of transformers.
+        draft: what the user chose.
+        mask_token_id: MASK, unless the user chose one.
+
+    Raises:
+        UserError: layers that can't be tapped, a mask id outside the embedding, or a shape that the first weights
+            can't have.
+    """
+    depth = target_config.num_hidden_layers
+    chosen = draft.target_layer_ids
+    ids = check_layer_ids(uniform_layer_ids(draft.num_target_layers, depth) if chosen is None else chosen, depth)
+    mask = mask_token_id if draft.mask_token_id is None else draft.mask_token_id
+    if not 0 <= mask < target_config.vocab_size:
+        raise UserError(f"draft.mask_token_id: expected an id below the target's {target_config.vocab_size}, got {mask}")
+    if draft.init == "target_layers":
+        if draft.num_hidden_layers > depth:
+            raise UserError(
+                f"draft.init=target_layers: {draft.num_hidden_layers} draft layers need as many target layers, "
+                f"got {depth}; use draft.init=random"
+            )
+        if draft.intermediate_size not in (None, target_config.intermediate_size):
+            raise UserError(
+                f"draft.init=target_layers: draft.intermediate_size has to be the target's "
+                f"{target_config.intermediate_size}, got {draft.intermediate_size}; use draft.init=random"
+            )
+    heads = target_config.num_attention_heads
+    rope = dict(target_config.rope_parameters)
+    rope = rope.get("full_attention") or rope  # models with one rope per kind of layer
+    return DraftSpec(
+        block_size=draft.block_size,
+        mask_token_id=mask,
+        target_layer_ids=ids,
+        target_num_hidden_layers=depth,
+        target_hidden_size=target_config.hidden_size,
+        num_hidden_layers=draft.num_hidden_layers,
+        hidden_size=target_config.hidden_size,
+        intermediate_size=draft.intermediate_size or target_config.intermediate_size,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(target_config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(target_config, "head_dim", None) or target_config.hidden_size // heads,
+        hidden_act="silu",
+        rms_norm_eps=target_config.rms_norm_eps,
+        rope_parameters={key: value for key, value in rope.items() if value is not None},
+        max_position_embeddings=target_config.max_position_embeddings,
+        vocab_size=target_config.vocab_size,
+        tie_word_embeddings=bool(target_config.tie_word_embeddings),
+    )
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return (y * self.weight.float()).to(x.dtype)
+
+
+@cache
+def _inverse_frequencies(rope: tuple[tuple[str, Any], ...], head_dim: int, max_positions: int) -> tuple[Tensor, float]:
+    parameters = {key: list(value) if isinstance(value, tuple) else value for key, value in rope}
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
+        return parameters["rope_theta"] ** -exponent, 1.0
+    config = LlamaConfig(
+        head_dim=head_dim, num_attention_heads=1, hidden_size=head_dim, max_position_embeddings=max_positions,
+        rope_parameters=parameters,
+    )
+    return ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
+
+
+def rotary(spec: DraftSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the target's rotary embedding: positions (...) -> two (..., rotated size) in float32."""
+    rope = tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in spec.rope_parameters.items()))
+    frequencies, scaling = _inverse_frequencies(rope, spec.head_dim, spec.max_position_embeddings)
+    angles = positions[..., None].float() * frequencies.to(positions.device)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos() * scaling, angles.sin() * scaling
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply a rotary embedding to the first dimensions of each head.
+
+    Args:
+        x: (N, P, heads, head_dim).
+        cos, sin: (N or 1, P, size), size <= head_dim.
+    """
+    size = cos.shape[-1]
+    y = x[..., :size].float()
+    half = torch.cat([-y[..., size // 2 :], y[..., : size // 2]], dim=-1)
+    turned = (y * cos.unsqueeze(-2) + half * sin.unsqueeze(-2)).to(x.dtype)
+    return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], dim=-1)
+
+
+class Attention(nn.Module):
+    """Queries from the block; keys and values from [context ; block] through the same projections."""
+
+    def __init__(self, spec: DraftSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        width, size = spec.hidden_size, spec.head_dim
+        self.q_proj = nn.Linear(width, spec.num_attention_heads * size, bias=False)
+        self.k_proj = nn.Linear(width, spec.num_key_value_heads * size, bias=False)
+        self.v_proj = nn.Linear(width, spec.num_key_value_heads * size, bias=False)
+        self.o_proj = nn.Linear(spec.num_attention_heads * size, width, bias=False)
+        self.q_norm = RMSNorm(size, spec.rms_norm_eps)
+        self.k_norm = RMSNorm(size, spec.rms_norm_eps)
+
+    def queries(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """(N, P, D) -> (N, P, heads, head_dim), normed and rotated."""
+        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.spec.head_dim))), *rope)
+
+    def keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(N, P, D) -> keys (normed and rotated) and values, each (N, P, kv heads, head_dim)."""
+        keys = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.spec.head_dim))), *rope)
+        return keys, self.v_proj(x).unflatten(-1, (-1, self.spec.head_dim))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, spec: DraftSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """One draft layer; the attention over context and block is a function given by the caller."""
+
+    def __init__(self, spec: DraftSpec) -> None:
+        super().__init__()
+        self.self_attn = Attention(spec)
+        self.mlp = MLP(spec)
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend) -> Tensor:
+        """x (N, P, D); attend(queries, keys, values of the block) -> (N, P, heads, head_dim)."""
+        y = self.input_layernorm(x)
+        mixed = attend(self.self_attn.queries(y, rope), *self.self_attn.keys_values(y, rope))
+        x = x + self.self_attn.o_proj(mixed.flatten(-2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DraftCache:
+    """Keys and values of the committed context, one pair of buffers a layer; room for a block at their end."""
+
+    def __init__(self, spec: DraftSpec, batch: int, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (batch, spec.num_key_value_heads, max_length + spec.block_size, spec.head_dim)
+        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_hidden_layers)]
+        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_hidden_layers)]
+        self.length = 0
+
+
+class Draft(nn.Module):
+    """A DFlash draft. Embedding and head belong to the target and are not part of it.
+
+    Source: arXiv:2602.06036, section 3; tensor names as in the authors' checkpoints.
+    """
+
+    def __init__(self, spec: DraftSpec, attention: str = "auto") -> None:
+        super().__init__()
+        self.spec = spec
+        self.attention = attention
+        self.fc = nn.Linear(len(spec.target_layer_ids) * spec.target_hidden_size, spec.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_hidden_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    def forward(self, features: Tensor, embeds: Tensor, anchors: Tensor) -> Tensor:
+        """Training forward: every block of every sequence at once.
+
+        Args:
+            features: (N, S, T*D_target) tapped layers; a block reads those strictly before its anchor.
+            embeds: (N, A, B, D) the target's embeddings of the blocks' tokens.
+            anchors: (N, A) int64; padding anchors stand at 0 and so see no context.
+
+        Returns:
+            (N, A, B, D) final-normed hidden states, ready for the target's head.
+        """
+        count, anchor_count, block_size, _ = embeds.shape
+        attend = _backend(self.attention, features.device)(anchors, features.shape[1], block_size)
+        context = self.hidden_norm(self.fc(features))
+        x = embeds.flatten(1, 2)
+        here = rotary(self.spec, blocks.block_positions(anchors, block_size).flatten(1))
+        there = rotary(self.spec, torch.arange(features.shape[1], device=features.device)[None])
+        for layer in self.layers:
+            context_kv = layer.self_attn.keys_values(context, there)
+            x = layer(x, here, lambda q, k, v, kv=context_kv: attend(q, *kv, k, v))
+        return self.norm(x).view(count, anchor_count, block_size, -1)
+
+    def start(self, max_length: int, batch: int = 1) -> DraftCache:
+        """An empty cache for decoding up to `max_length` committed tokens."""
+        weight = self.fc.weight
+        return DraftCache(self.spec, batch, max_length, weight.dtype, weight.device)
+
+    def extend(self, cache: DraftCache, features: Tensor) -> None:
+        """Append the features of committed tokens (N, n, T*D_target) to the cache."""
+        end = cache.length + features.shape[1]
+        context = self.hidden_norm(self.fc(features))
+        rope = rotary(self.spec, torch.arange(cache.length, end, device=features.device)[None])
+        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
+            k, v = layer.self_attn.keys_values(context, rope)
+            keys[:, :, cache.length : end] = k.transpose(1, 2)
+            values[:, :, cache.length : end] = v.transpose(1, 2)
+        cache.length = end
+
+    def propose(self, cache: DraftCache, embeds: Tensor) -> Tensor:
+        """Draft the block whose anchor stands right after the cached context.
+
+        Args:
+            cache: context of all positions before the anchor; unchanged.
+            embeds: (N, B, D) the target's embeddings of [anchor, MASK x (B-1)].
+
+        Returns:
+            (N, B, D) final-normed hidden states.
+        """
+        end = cache.length + embeds.shape[1]
+        rope = rotary(self.spec, torch.arange(cache.length, end, device=embeds.device)[None])
+        x = embeds
+        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
+                # The block's own keys go behind the context for this call; the next one overwrites them.
+                keys[:, :, cache.length : end] = k.transpose(1, 2)
+                values[:, :, cache.length : end] = v.transpose(1, 2)
+                grouped = F.scaled_dot_product_attention(
+                    q.transpose(1, 2), keys[:, :, :end], values[:, :, :end], enable_gqa=True
+                )
+                return grouped.transpose(1, 2)
+
+            x = layer(x, rope, attend)
+        return self.norm(x)
+
+    @torch.no_grad()
+    def reset(self, seed: int) -> None:
+        """Small random weights: normal with std 0.02, norms 1 (the published drafts' `initializer_range`)."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+
+def _backend(name: str, device: torch.device):
+    if name == "auto":
+        name = "flex" if device.type == "cuda" else "split"
+    return {"split": SplitAttention, "flex": FlexAttention, "dense": DenseAttention}[name]
+
+
+class SplitAttention:
+    """One softmax over two parts: context scores by sequence, in-block scores by block.
+
+    The in-block part is (A, B, B) instead of (A*B, A*B), so nothing grows with the square of the anchors.
+    """
+
+    def __init__(self, anchors: Tensor, context: int, block_size: int) -> None:
+        self.shape = (anchors.shape[1], block_size)
+        queries = anchors.repeat_interleave(block_size, 1)
+        # (N, 1, 1, A*B, S): True where the context is at or behind the anchor and must not be seen.
+        self.hidden = (torch.arange(context, device=anchors.device) >= queries[..., None])[:, None, None]
+
+    def __call__(self, q: Tensor, context_k: Tensor, context_v: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (N, A*B, heads, d); context k, v (N, S, kv heads, d); block k, v (N, A*B, kv heads, d)."""
+        anchors, size = self.shape
+        n, length, heads, d = q.shape
+        context, groups = context_k.shape[1], k.shape[2]
+        share = heads // groups
+        q = (q / math.sqrt(d)).view(n, length, groups, share, d).permute(0, 2, 3, 1, 4)
+        # Queries that share a key head are rows of one product: (N, groups, share*A*B, d) x (N, groups, d, S).
+        far = q.reshape(n, groups, share * length, d) @ context_k.permute(0, 2, 3, 1)
+        far = far.view(n, groups, share, length, context).masked_fill(self.hidden, -torch.inf)
+        by_block = q.reshape(n, groups, share, anchors, size, d).transpose(2, 3).reshape(n, groups, anchors, -1, d)
+        near = by_block @ k.view(n, anchors, size, groups, d).permute(0, 3, 1, 4, 2)
+        near = near.view(n, groups, anchors, share, size, size).transpose(2, 3).reshape(n, groups, share, length, size)
+        weights = torch.cat([far, near], dim=-1).softmax(-1, dtype=torch.float32).to(v.dtype)
+        far, near = weights.split([context, size], dim=-1)
+        out = far.reshape(n, groups, share * length, context) @ context_v.transpose(1, 2)
+        near = near.reshape(n, groups, share, anchors, size, size).transpose(2, 3).reshape(n, groups, anchors, -1, size)
+        local = near @ v.view(n, anchors, size, groups, d).permute(0, 3, 1, 2, 4)
+        local = local.view(n, groups, anchors, share, size, d).transpose(2, 3).reshape(n, groups, share, length, d)
+        out = out.view(n, groups, share, length, d) + local
+        return out.permute(0, 3, 1, 2, 4).reshape(n, length, heads, d)
+
+
+class DenseAttention:
+    """The reference: SDPA with the full (A*B) x (S + A*B) mask."""
+
+    def __init__(self, anchors: Tensor, context: int, block_size: int) -> None:
+        self.mask = blocks.visible(anchors, context, block_size)[:, None]
+
+    def __call__(self, q: Tensor, context_k: Tensor, context_v: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Shapes as in SplitAttention."""
+        keys, values = torch.cat([context_k, k], 1), torch.cat([context_v, v], 1)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=self.mask, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+
+
+class FlexAttention:
+    """FlexAttention with a block mask; compiled on CUDA, eager (for tests) elsewhere."""
+
+    def __init__(self, anchors: Tensor, context: int, block_size: int) -> None:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        n, count = anchors.shape
+
+        def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            # Queries are padded to the kernel's tile, so their block id must be kept in range.
+            block = (query // block_size).clamp(max=count - 1)
+            before = (key < context) & (key < anchors[batch, block])
+            return before | ((key >= context) & ((key - context) // block_size == block))
+
+        build = _compiled(create_block_mask) if anchors.is_cuda else create_block_mask
+        length = count * block_size
+        self.mask = build(mask, n, None, length, context + length, device=anchors.device)
+
+    def __call__(self, q: Tensor, context_k: Tensor, context_v: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Shapes as in SplitAttention."""
+        from torch.nn.attention.flex_attention import flex_attention
+
+        attend = _compiled(flex_attention) if q.is_cuda else flex_attention
+        keys, values = torch.cat([context_k, k], 1), torch.cat([context_v, v], 1)
+        out = attend(
+            q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), block_mask=self.mask, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+
+
+@cache
+def _compiled(function):
+    return torch.compile(function)

@@ -1,0 +1,224 @@
+"""Traces in, numbers out: the only place where a metric is defined.
+
+Pure numpy. A decoding metric pools over rounds unless its name says `macro`; an interval is a bootstrap over prompts.
+What cannot be known (no round, one prompt) is NaN, never a made-up number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from draftlab.decode import Trace
+
+
+def acceptance_length(traces: Sequence[Trace]) -> float:
+    """tau: committed tokens per round, the bonus token included, over all rounds of all prompts.
+
+    The round that ends a text counts only the tokens up to and including EOS or the limit.
+    """
+    return ratio(acceptance_items(traces))
+
+
+def acceptance_length_macro(traces: Sequence[Trace]) -> float:
+    """Mean over prompts of each prompt's own committed tokens per round (the figure most papers print)."""
+    return ratio(macro_items(traces))
+
+
+def acceptance_items(traces: Sequence[Trace]) -> np.ndarray:
+    """(P, 2): committed tokens and rounds of each prompt; `acceptance_length` is the ratio of their sums."""
+    return np.array([(sum(r.committed for r in t.rounds), len(t.rounds)) for t in traces], float).reshape(-1, 2)
+
+
+def macro_items(traces: Sequence[Trace]) -> np.ndarray:
+    """(P, 2): each prompt's own acceptance length and 1; prompts without a round are (0, 0)."""
+    items = acceptance_items(traces)
+    return np.stack([np.divide(items[:, 0], items[:, 1], out=np.zeros(len(items)), where=items[:, 1] > 0),
+                     np.minimum(items[:, 1], 1)], axis=1)
+
+
+def conditional_acceptance(traces: Sequence[Trace], block_size: int) -> np.ndarray:
+    """P(slot k is accepted | all slots before it were), over the rounds in which slot k was at stake.
+
+    A slot is not at stake in the round that ends a text when EOS or the limit comes before it (`Round.drafted`).
+
+    Args:
+        block_size: B, the block size that the traces were decoded with.
+
+    Returns:
+        (B-1,) one value a drafted slot, slot 1 first; NaN where no round came that far.
+    """
+    drafted, accepted = _rounds(traces)
+    slots = np.arange(1, block_size)[:, None]
+    passed = (accepted >= slots).sum(1)
+    reached = ((accepted >= slots - 1) & (drafted >= slots)).sum(1)
+    return np.divide(passed, reached, out=np.full(block_size - 1, np.nan), where=reached > 0)
+
+
+def survival(traces: Sequence[Trace], block_size: int) -> np.ndarray:
+    """P(the first k drafted tokens are all accepted), for k = 1..B-1.
+
+    The running product of the conditional acceptances (Kaplan-Meier), so that the rounds which end a text count as far
+    as they went; without such rounds it is the plain share of rounds with at least k accepted tokens. NaN where unknown.
+    """
+    conditional = conditional_acceptance(traces, block_size)
+    result, alive = np.empty(block_size - 1), 1.0
+    for k, value in enumerate(conditional):
+        alive = alive * value if alive else 0.0  # once nothing survives, an unreached slot is 0, not unknown
+        result[k] = alive
+    return result
+
+
+def full_block_fraction(traces: Sequence[Trace], block_size: int) -> float:
+    """P(all B-1 drafted tokens are accepted): the last slot's survival."""
+    return float(survival(traces, block_size)[-1])
+
+
+def first_failure(traces: Sequence[Trace], block_size: int) -> np.ndarray:
+    """How many rounds failed first at slot 1, 2, .., B-1, and last how many accepted the whole block.
+
+    Returns:
+        (B,) int. Rounds that ended a text without a failure are in no bin.
+    """
+    drafted, accepted = _rounds(traces)
+    failed = accepted[accepted < drafted]
+    whole = (accepted == block_size - 1).sum()
+    return np.append(np.bincount(failed, minlength=block_size - 1), whole)
+
+
+def speedup(target_traces: Sequence[Trace], draft_traces: Sequence[Trace], end_to_end: bool = False) -> float:
+    """The target's own decoding time per output token over the speculative one.
+
+    Args:
+        target_traces, draft_traces: the same prompts in the same order, decoded in the same process.
+        end_to_end: with the prefill (and its token); else decoding only, from the first token on.
+    """
+    return speedup_statistic(speedup_items(target_traces, draft_traces, end_to_end))
+
+
+def speedup_items(target_traces: Sequence[Trace], draft_traces: Sequence[Trace], end_to_end: bool = False) -> np.ndarray:
+    """(P, 4): seconds and tokens of the target alone, seconds and tokens of speculative decoding."""
+    if len(target_traces) != len(draft_traces):
+        raise ValueError(f"expected one target trace a draft trace, got {len(target_traces)} and {len(draft_traces)}")
+    pairs = zip(target_traces, draft_traces)
+    return np.array([_cost(a, end_to_end) + _cost(b, end_to_end) for a, b in pairs], float).reshape(-1, 4)
+
+
+def speedup_statistic(items: np.ndarray) -> np.ndarray | float:
+    """`speedup` of (..., P, 4) items: pooled seconds per token of the target over those of the draft."""
+    return ratio(items[..., :2]) / ratio(items[..., 2:])
+
+
+def call_times(target_traces: Sequence[Trace], draft_traces: Sequence[Trace]) -> dict[str, float]:
+    """Mean milliseconds: `target_ms` a token of the target alone; `draft_ms`, `verify_ms`, `commit_ms` a round.
+
+    `commit_ms` is the rest of a round: accepted features into the draft's cache, both caches cropped, bookkeeping.
+    speedup = acceptance_length * target_ms / (draft_ms + verify_ms + commit_ms) by construction.
+    """
+    rounds = [r for trace in draft_traces for r in trace.rounds]
+    times = np.array([(r.draft_seconds, r.verify_seconds, r.commit_seconds) for r in rounds]).reshape(-1, 3)
+    draft, verify, commit = times.mean(0) * 1e3 if rounds else (np.nan,) * 3
+    target = ratio(np.array([_cost(trace, False) for trace in target_traces], float).reshape(-1, 2)) * 1e3
+    return {"target_ms": target, "draft_ms": float(draft), "verify_ms": float(verify), "commit_ms": float(commit)}
+
+
+def typical(repeats: Sequence[Trace]) -> Trace:
+    """Of one prompt's repeats, the one with the median decoding time (the faster of the middle two)."""
+    return sorted(repeats, key=lambda trace: trace.seconds)[(len(repeats) - 1) // 2]
+
+
+def bootstrap(
+    statistic: Callable[[np.ndarray], np.ndarray | float], items: np.ndarray, resamples: int, seed: int = 0
+) -> tuple[float, float]:
+    """95 % percentile interval of a statistic over prompts.
+
+    Args:
+        statistic: of (..., P, n) items over their prompts; `ratio` or `speedup_statistic`, say.
+        items: (P, n) per-prompt sums. Put two drafts' items side by side to compare them paired.
+        resamples: how often P prompts are drawn with replacement.
+
+    Returns:
+        (low, high); NaN for fewer than two prompts, which say nothing about their spread.
+    """
+    if len(items) < 2:
+        return float("nan"), float("nan")
+    draws = np.random.default_rng(seed).integers(len(items), size=(resamples, len(items)))
+    values = np.asarray(statistic(items[draws]))
+    values = values[np.isfinite(values)]  # a draw of prompts without a single round has no value
+    low, high = np.percentile(values, [2.5, 97.5]) if len(values) else (np.nan, np.nan)
+    return float(low), float(high)
+
+
+def ratio(items: np.ndarray) -> np.ndarray | float:
+    """(..., P, 2) -> sum of the first column over sum of the second; NaN where that is 0."""
+    above, below = items[..., 0].sum(-1), items[..., 1].sum(-1)
+    result = np.divide(above, below, out=np.full(np.shape(above), np.nan), where=below > 0)
+    return float(result) if result.ndim == 0 else result
+
+
+def difference(statistic: Callable[[np.ndarray], np.ndarray | float], width: int) -> Callable[[np.ndarray], np.ndarray]:
+    """The statistic of two drafts' items side by side, (..., P, 2 * width): first minus second.
+
+    `bootstrap(difference(ratio, 2), np.hstack([a, b]), ...)` is the paired interval: where it holds 0, no difference.
+    """
+    return lambda items: np.asarray(statistic(items[..., :width])) - np.asarray(statistic(items[..., width:]))
+
+
+def offline_committed(correct: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """Tokens that a round would commit at each anchor, without decoding: the leading correct run, and the bonus token.
+
+    A masked slot ends the text, as in decoding: it stops the run, and no bonus token follows a run that it stopped.
+
+    Args:
+        correct: (..., B-1) bool, the drafted slot's most likely token is the text's own.
+        valid: (..., B-1) bool, the slot's label is supervised and inside the sequence.
+
+    Returns:
+        (...) int; 0 where the first slot is masked (no anchor there).
+    """
+    correct, valid = np.asarray(correct, bool), np.asarray(valid, bool)
+    if correct.shape != valid.shape:
+        raise ValueError(f"correct and valid must have one shape, got {correct.shape} and {valid.shape}")
+    run = np.logical_and.accumulate(correct & valid, axis=-1).sum(-1)
+    room = np.logical_and.accumulate(valid, axis=-1).sum(-1)
+    bonus = (run < room) | (room == valid.shape[-1])
+    return np.where(room > 0, run + bonus, 0)
+
+
+def offline_acceptance(correct: np.ndarray, valid: np.ndarray) -> tuple[int, int]:
+    """(committed tokens, rounds) over all anchors, as if each began a round; additive over batches and workers.
+
+    Arguments as in `offline_committed`. Their ratio is the offline acceptance length.
+    """
+    committed = offline_committed(correct, valid)
+    return int(committed.sum()), int((committed > 0).sum())
+
+
+def serving_walk(committed: np.ndarray) -> tuple[int, int]:
+    """(committed tokens, rounds) of one sequence, restarting after each accepted run as decoding does.
+
+    Args:
+        committed: (S,) `offline_committed` of a block anchored at every position; 0 where none may be.
+    """
+    tokens = rounds = position = 0
+    while position < len(committed):
+        tokens += int(committed[position])
+        rounds += committed[position] > 0
+        position += max(int(committed[position]), 1)  # a place without an anchor is stepped over
+    return tokens, int(rounds)
+
+
+def _rounds(traces: Sequence[Trace]) -> tuple[np.ndarray, np.ndarray]:
+    """Slots at stake and accepted tokens of every round, both (R,) int."""
+    rounds = [(r.drafted, r.accepted) for trace in traces for r in trace.rounds]
+    return tuple(np.array(rounds, int).reshape(-1, 2).T)
+
+
+def _cost(trace: Trace, end_to_end: bool) -> tuple[float, int]:
+    """(seconds, tokens); the prefill's token belongs to the prefill."""
+    if end_to_end:
+        return trace.prefill_seconds + trace.seconds, len(trace.tokens)
+    return trace.seconds, len(trace.tokens) - 1

@@ -1,0 +1,398 @@
+"""Training: what a driver prepares once, and one worker's loop. Knows neither Ray nor MLflow.
+
+Every random choice is a function of (seed, step, row), never of a stream's state: so a resumed run, another number of
+workers or another accumulation sees the same data and the same anchors.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from draftlab import blocks, checkpoint, features, metrics
+from draftlab.config import Run, TrainConfig
+from draftlab.corpus import load_corpus
+from draftlab.draft import Draft, DraftSpec, adapt
+from draftlab.errors import UserError
+from draftlab.features import Batch, Features
+from draftlab.init import check_layers, initialise
+from draftlab.loss import cross_entropy
+from draftlab.target import Ends, Target, load_target, load_target_config
+
+REPORT_SECONDS = 5.0
+"""Between two reports of a running loop."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What all trials of a sweep share: the target's facts, the split, the features on disk."""
+
+    target: dict[str, Any]
+    """name, revision, fingerprint, mask_token_id."""
+    corpus: dict[str, Any]
+    """fingerprint, source, seed (which it was loaded with), supervised_tokens."""
+    train_rows: tuple[int, ...]
+    heldout_rows: tuple[int, ...]
+    store: str | None
+    """Folder of the stored features; None when the target runs in the loop."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a worker tells while it trains."""
+
+    step: int
+    metrics: dict[str, float]
+    checkpoint: Path | None
+    """A complete checkpoint, on rank 0 at evaluation steps; the receiver takes it before the loop goes on."""
+
+
+def prepare(runs: dict[str, Run], say: Callable[..., None]) -> Prepared:
+    """Check every run against the target, load the corpus, and build the features that all of them need.
+
+    Args:
+        runs: name -> run; they share target, corpus and feature settings.
+
+    Raises:
+        UserError: naming the run that is wrong, before any long work.
+    """
+    first = next(iter(runs.values()))
+    shape = load_target_config(first.target)
+    layers: set[int] = set(first.features.layers or ())
+    for name, run in runs.items():
+        if (run.target, run.corpus, run.features) != (first.target, first.corpus, first.features):
+            raise UserError(f"trial {name}: target, corpus and features must be the same for all trials")
+        try:
+            layers.update(adapt(shape, run.draft, mask_token_id=0).target_layer_ids)
+        except UserError as error:
+            raise UserError(f"trial {name}: {error}") from error
+    say(f"target {first.target.model}: loading", doing="loading the target")
+    target = load_target(first.target)
+    if any(run.draft.init == "target_layers" for run in runs.values()):
+        check_layers(target)
+    corpus = load_corpus(first.corpus, target, first.seed, say)
+    store = None
+    if first.features.mode == "stored":
+        store = str(features.build(target, corpus, tuple(sorted(layers)), first.features, say))
+    return Prepared(
+        target={
+            "name": target.name,
+            "revision": target.revision,
+            "fingerprint": target.fingerprint,
+            "mask_token_id": target.mask_token_id,
+        },
+        corpus={
+            "fingerprint": corpus.fingerprint,
+            "source": corpus.source,
+            "seed": first.seed,
+            "supervised_tokens": int(sum(corpus.rows[i].supervised.sum() for i in corpus.train)),
+        },
+        train_rows=tuple(corpus.train),
+        heldout_rows=tuple(corpus.heldout),
+        store=store,
+    )
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Learning rate of a step (0-based): linear warm-up, then the schedule's shape."""
+    warmup = round(config.warmup * config.steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    if config.schedule == "cosine":
+        progress = (step - warmup) / max(config.steps - warmup, 1)
+        return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
+    if config.schedule == "wsd":
+        falling = max(round(config.decay * config.steps), 1)
+        return config.lr * min(1.0, (config.steps - step) / falling)
+    return config.lr
+
+
+def rows_of_step(step: int, batch_size: int, train_rows: Sequence[int], seed: int) -> list[tuple[int, int]]:
+    """The step's (epoch, row) pairs: consecutive pieces of one fresh permutation an epoch."""
+    count = len(train_rows)
+    pairs = []
+    for place in range(step * batch_size, (step + 1) * batch_size):
+        epoch, within = divmod(place, count)
+        pairs.append((epoch, train_rows[_permutation(seed, epoch, count)[within]]))
+    return pairs
+
+
+@lru_cache(maxsize=4)
+def _permutation(seed: int, epoch: int, count: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(count)
+
+
+@dataclass
+class Blocks:
+    """One micro-batch, ready for the draft."""
+
+    batch: Batch
+    anchors: Tensor
+    tokens: Tensor
+    labels: Tensor
+    weights: Tensor
+    """(N, A, B) float32: the slot's position weight where it counts, else 0."""
+
+
+def make_blocks(batch: Batch, anchors: Tensor, valid: Tensor, spec: DraftSpec, position_weights: Tensor) -> Blocks:
+    """Inputs, labels and weights of a batch's blocks."""
+    size = spec.block_size
+    labels, mask = blocks.block_labels(batch.ids, batch.supervised, batch.lengths, anchors, valid, size)
+    return Blocks(
+        batch=batch,
+        anchors=anchors,
+        tokens=blocks.block_tokens(batch.ids, anchors, size, spec.mask_token_id),
+        labels=labels,
+        weights=mask * position_weights.to(mask.device),
+    )
+
+
+def train(
+    run: Run,
+    prepared: Prepared,
+    *,
+    rank: int,
+    world_size: int,
+    report: Callable[[Report], None],
+    workdir: Path,
+    resume: Path | None = None,
+) -> None:
+    """One worker's training run, from the first step or from a checkpoint to the last step.
+
+    Args:
+        rank, world_size: this worker among all; torch.distributed is up when world_size > 1.
+        report: called about every 5 s on every rank alike, and at evaluation steps with a checkpoint.
+        workdir: where checkpoints are written before `report` takes them.
+        resume: a checkpoint folder that an earlier `report` carried.
+
+    Raises:
+        FloatingPointError: the loss or the gradient is no longer finite.
+    """
+    _Loop(run, prepared, rank, world_size, report, Path(workdir)).run_from(resume)
+
+
+class _Loop:
+    def __init__(self, run, prepared, rank, world_size, report, workdir) -> None:
+        self.run, self.prepared, self.report, self.workdir = run, prepared, report, workdir
+        self.rank, self.world_size = rank, world_size
+        self.main = rank == 0
+        target = load_target(run.target)
+        self.device = target.device
+        spec = adapt(target.config, run.draft, target.mask_token_id)
+        self.data = self._open(target, spec)
+        self.draft = Draft(spec, run.draft.attention)
+        text = self.data.batch(prepared.train_rows[:4])
+        sample = text.ids[:, : int(text.lengths.min())]
+        initialise(self.draft, target, run.draft.init, run.seed, sample)
+        self.ends: Ends = target.ends
+        self.draft.to(self.device)
+        self.model = DistributedDataParallel(self.draft) if world_size > 1 else self.draft
+        config = run.train
+        self.optimizer = torch.optim.AdamW(
+            self.draft.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self.position_weights = blocks.position_weights(spec.block_size, run.gamma)
+        self.step, self.seconds, self.supervised_tokens, self.empty_steps = 0, 0.0, 0, 0
+
+    def _open(self, target: Target, spec: DraftSpec) -> Features:
+        if self.prepared.store is not None:
+            return features.open_store(Path(self.prepared.store), spec.target_layer_ids)
+        quiet = lambda *_, **__: None  # noqa: E731
+        corpus = load_corpus(self.run.corpus, target, self.prepared.corpus["seed"], quiet)
+        if corpus.fingerprint != self.prepared.corpus["fingerprint"]:
+            raise UserError(f"the corpus on this machine ({corpus.source}) is another than the driver's")
+        return features.OnlineFeatures(target, corpus, spec.target_layer_ids)
+
+    def run_from(self, resume: Path | None) -> None:
+        if resume is not None:
+            self._restore(resume)
+        config = self.run.train
+        said = time.monotonic()
+        while self.step < config.steps:
+            began = time.monotonic()
+            numbers = self._train_step()
+            self.seconds += time.monotonic() - began
+            numbers["train_seconds"] = self.seconds
+            self.step += 1
+            if self.step % config.eval_every == 0 or self.step == config.steps:
+                self.report(Report(self.step, numbers | self._evaluate(), self._save()))
+                said = time.monotonic()
+            elif self._agree(time.monotonic() - said > REPORT_SECONDS):
+                self.report(Report(self.step, numbers, None))
+                said = time.monotonic()
+
+    def _agree(self, mine: bool) -> bool:
+        """Rank 0's decision, on all ranks: every rank reports the same number of times."""
+        return bool(self._sum([float(mine and self.main)])[0])
+
+    def _sum(self, values: Sequence[float]) -> list[float]:
+        """Sums over all workers, in float64."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+    def _micro_batches(self) -> Iterator[Blocks]:
+        config = self.run.train
+        pairs = rows_of_step(self.step, config.batch_size, self.prepared.train_rows, self.run.seed)
+        size = config.batch_size // (self.world_size * config.accumulation)
+        mine = pairs[self.rank * size * config.accumulation :][: size * config.accumulation]
+        for start in range(0, len(mine), size):
+            part = mine[start : start + size]
+            batch = self.data.batch([row for _, row in part]).to(self.device)
+            candidates = blocks.anchor_candidates(batch.supervised, batch.lengths)
+            seeds = [(self.run.seed, epoch, row) for epoch, row in part]
+            anchors, valid = blocks.sample_anchors(candidates, config.anchors, seeds)
+            yield make_blocks(batch, anchors, valid, self.draft.spec, self.position_weights)
+
+    def _train_step(self) -> dict[str, float]:
+        config = self.run.train
+        began = time.monotonic()
+        parts = list(self._micro_batches())
+        # The denominator spans all splits and workers, so it must be known before the first backward pass.
+        touched, available = map(sum, zip(*(_coverage(part) for part in parts), strict=True))
+        weight = float(sum(part.weights.sum(dtype=torch.float64) for part in parts))
+        slots = sum(int((part.weights > 0).sum()) for part in parts)
+        weight, slots, touched, available = self._sum([weight, slots, touched, available])
+        lr = learning_rate(self.step, config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = 0.0
+        for i, part in enumerate(parts):
+            last = i == len(parts) - 1
+            with nullcontext() if last or self.world_size == 1 else self.model.no_sync():
+                numerator = self._numerator(part)
+                # DDP averages over the workers; the loss is a sum over them, divided once.
+                (numerator * (self.world_size / max(weight, 1e-9))).backward()
+            loss += numerator.item()
+        (loss,) = self._sum([loss])
+        loss = loss / weight if weight else 0.0
+        norm = float(torch.nn.utils.clip_grad_norm_(self.draft.parameters(), config.clip))
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise FloatingPointError(f"step {self.step + 1}: loss {loss}, gradient norm {norm}; lower train.lr?")
+        if slots:
+            self.optimizer.step()
+        else:  # nothing to learn from: not even weight decay or momentum moves the weights
+            self.empty_steps += 1
+        self.supervised_tokens += int(slots)
+        return {
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": norm,
+            "coverage": touched / available if available else 0.0,
+            "valid_slots": slots,
+            "supervised_tokens": self.supervised_tokens,
+            "empty_steps": self.empty_steps,
+            "tokens_per_second": slots / (time.monotonic() - began),
+        }
+
+    def _numerator(self, part: Blocks) -> Tensor:
+        hidden = self._hidden(self.model, part)
+        counts = part.weights > 0
+        head = self.ends.head
+        numerator, _ = cross_entropy(
+            hidden[counts].to(head.weight.dtype), part.labels[counts], part.weights[counts], head.weight,
+            softcap=head.softcap, chunk=self.run.loss.chunk_rows,
+        )
+        return numerator
+
+    def _hidden(self, model: torch.nn.Module, part: Blocks) -> Tensor:
+        dtype = getattr(torch, self.run.train.dtype)
+        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+            return model(part.batch.features.to(dtype), self.ends.embedding(part.tokens).to(dtype), part.anchors)
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
+        """Held-out acceptance without decoding, over deterministic anchors; every worker scores its share."""
+        config, spec = self.run.eval, self.draft.spec
+        rows = self.prepared.heldout_rows[: config.offline_conversations][self.rank :: self.world_size]
+        everywhere = blocks.position_weights(spec.block_size, math.inf)
+        totals = np.zeros(spec.block_size + 1)  # survivors by slot (slot 0: anchors), then the sum of runs
+        for start in range(0, len(rows), 8):
+            batch = self.data.batch(rows[start : start + 8]).to(self.device)
+            candidates = blocks.anchor_candidates(batch.supervised, batch.lengths)
+            anchors, valid = blocks.spread_anchors(candidates, config.offline_anchors)
+            part = make_blocks(batch, anchors, valid, spec, everywhere)
+            correct = self._leading_correct(self._hidden(self.draft, part), part)
+            total, count = metrics.offline_acceptance(correct, part.weights[..., 1:].cpu().numpy() > 0)
+            alive = np.cumprod(correct, axis=-1).sum(axis=(0, 1))
+            totals += [count, *alive, total]
+        count, *alive, total = self._sum(totals.tolist())
+        result = {"heldout_acceptance_length": total / count} if count else {}
+        return result | {f"heldout_survival_{k}": value / count for k, value in enumerate(alive, 1) if count}
+
+    def _leading_correct(self, hidden: Tensor, part: Blocks) -> np.ndarray:
+        """(N, A, B-1) bool: is the drafted token the data's? The head is only asked where all earlier slots were."""
+        correct = torch.zeros(part.labels.shape, dtype=torch.bool, device=hidden.device)
+        alive = part.weights[..., 1] > 0
+        head = self.ends.head
+        for slot in range(1, part.labels.shape[-1]):
+            alive = alive & (part.weights[..., slot] > 0)
+            rows = hidden[:, :, slot][alive].to(head.weight.dtype)
+            if not len(rows):
+                break
+            guess = torch.cat([head.logits(chunk).argmax(-1) for chunk in rows.split(self.run.loss.chunk_rows)])
+            right = torch.zeros_like(alive)
+            right[alive] = guess == part.labels[:, :, slot][alive]
+            correct[..., slot] = alive = right
+        return correct[..., 1:].cpu().numpy()
+
+    def _save(self) -> Path | None:
+        if not self.main:
+            return None
+        folder = self.workdir / f"step_{self.step:06d}"
+        shutil.rmtree(folder, ignore_errors=True)
+        checkpoint.save(folder / "draft", self.draft, self.run, self.prepared.target)
+        state = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "supervised_tokens": self.supervised_tokens,
+            "empty_steps": self.empty_steps,
+            "optimizer": self.optimizer.state_dict(),
+            "prepared": asdict(self.prepared),
+        }
+        torch.save(state, folder / "trainer.pt")
+        return folder
+
+    def _restore(self, folder: Path) -> None:
+        try:
+            state = torch.load(folder / "trainer.pt", map_location=self.device, weights_only=True)
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"checkpoint {folder}: trainer.pt is missing or damaged ({reason})") from error
+        if state["prepared"]["corpus"] != self.prepared.corpus or state["prepared"]["target"] != self.prepared.target:
+            raise UserError(f"{folder}: this checkpoint was trained on another target or corpus")
+        draft, info = checkpoint.load(folder / "draft")
+        if info.run != self.run:
+            raise UserError(f"{folder}: this checkpoint was trained with another configuration")
+        self.draft.load_state_dict(draft.state_dict())
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.supervised_tokens, self.empty_steps = state["supervised_tokens"], state["empty_steps"]
+
+
+def _coverage(part: Blocks) -> tuple[int, int]:
+    """Distinct supervised tokens that some slot predicts, and all of the batch's supervised tokens."""
+    size = part.labels.shape[-1]
+    positions = blocks.block_positions(part.anchors, size)
+    row = torch.arange(len(positions), device=positions.device)[:, None, None].expand_as(positions)
+    touched = torch.zeros_like(part.batch.supervised)
+    counts = part.weights > 0
+    touched[row[counts], positions[counts]] = True
+    return int(touched.sum()), int(part.batch.supervised.sum())

@@ -1,0 +1,103 @@
+"""What scripts share: arguments, exit codes, and progress that is never silent for long."""
+
+import re
+import time
+
+import pytest
+
+from draftlab import cli, config
+from draftlab.errors import UserError
+
+
+def exit_code(body):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(body)
+    return caught.value.code
+
+
+@pytest.mark.parametrize("result, code", [(None, 0), (0, 0), (1, 1), (3, 3)])
+def test_a_script_exits_with_what_its_main_returns(result, code):
+    seen = []
+    assert exit_code(lambda argv: seen.append(argv) or result) == code
+    assert seen == [None]  # argparse then reads the command line
+
+
+def test_a_user_error_is_one_line_and_exit_code_2(capsys):
+    def body(argv):
+        raise UserError("expected 8, got 7")
+
+    assert exit_code(body) == 2
+    out, err = capsys.readouterr()
+    assert err == "error: expected 8, got 7\n" and not out
+
+
+def test_ctrl_c_is_exit_code_130_without_a_traceback(capsys):
+    def body(argv):
+        raise KeyboardInterrupt
+
+    assert exit_code(body) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_programming_error_keeps_its_traceback():
+    def body(argv):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        cli.main(body)
+
+
+def test_a_run_parser_takes_a_config_and_overrides_in_any_order():
+    parser = cli.run_parser("What it is.")
+    parser.add_argument("--out")
+    nothing = parser.parse_args([])
+    assert (nothing.config, nothing.overrides) == (config.DEFAULT_CONFIG, [])
+    for line in ("a.b=1 c=2 --config x.yaml --out o", "--config x.yaml a.b=1 --out o c=2", "--out o --config x.yaml a.b=1 c=2"):
+        args = parser.parse_args(line.split())
+        assert (str(args.config), args.overrides, args.out) == ("x.yaml", ["a.b=1", "c=2"], "o")
+
+
+def test_help_shows_the_scripts_docstring_as_it_was_written(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.run_parser("Question:  one\nCost:      two").parse_args(["--help"])
+    assert caught.value.code == 0
+    assert "Question:  one\nCost:      two" in capsys.readouterr().out
+
+
+def test_an_unknown_option_is_exit_code_2():
+    with pytest.raises(SystemExit) as caught:
+        cli.run_parser("x").parse_args(["--confg", "x.yaml"])
+    assert caught.value.code == 2
+
+
+def test_progress_prints_each_line_with_the_time_since_the_start(capsys):
+    progress = cli.Progress("work")
+    progress("loading")
+    progress("training", doing="training trial a")
+    first, second = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\[ *0:0\d\] loading", first)
+    assert re.fullmatch(r"\[ *0:0\d\] training", second)
+
+
+def test_a_silent_stretch_is_filled_by_what_is_being_done(capsys):
+    with cli.Progress("waiting for the target", beat=0.1) as progress:
+        time.sleep(1.3)
+        progress("there", doing="decoding")
+        time.sleep(1.3)
+    time.sleep(1.2)
+    lines = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "... waiting for the target"
+    assert lines[lines.index("there") + 1 :] == ["... decoding"] * (len(lines) - lines.index("there") - 1)
+    assert lines[-1] == "... decoding"
+
+
+def test_no_heartbeat_comes_while_lines_do(capsys):
+    with cli.Progress("work", beat=1.5) as progress:
+        for i in range(5):
+            progress(f"line {i}")
+            time.sleep(0.4)
+    assert [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()] == [f"line {i}" for i in range(5)]
+
+
+def test_the_default_heartbeat_is_well_within_half_a_minute():
+    assert cli.Progress("work").beat <= 25

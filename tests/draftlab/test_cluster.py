@@ -1,0 +1,148 @@
+"""Real Ray, the tiny target, all trials in one session: Ray's start and a trial's start cost more than the training."""
+
+import os
+import threading
+
+import psutil
+import pytest
+
+from draftlab import cluster, train
+from draftlab.errors import UserError
+
+
+class Log:
+    """Keeps what the cluster tells, and kills a worker when told to."""
+
+    def __init__(self, kill=None):
+        self.kill, self.curves, self.restarts, self.ends, self.order = kill, {}, {}, {}, []
+
+    def started(self, name):
+        self.order.append(name)
+
+    def reported(self, name, step, metrics):
+        self.curves.setdefault(name, {})[step] = metrics
+        if name == self.kill:
+            self.kill = None
+            workers = [p for p in psutil.Process().children(recursive=True) if "RayTrainWorker" in p.name()]
+            assert workers
+            for worker in workers:
+                worker.kill()
+
+    def restarted(self, name, reason):
+        self.restarts[name] = reason
+
+    def ended(self, name, failure):
+        self.ends[name] = failure
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    """Four trials on Ray: with one worker, with two, one whose loss explodes, and one whose worker is killed."""
+    from draftlab import config
+
+    folder = tmp_path_factory.mktemp("sweep")
+    run = config.load(config.CONFIGS / "tiny.yaml").replace({"cluster.cpus": 2, "train.eval_every": 4})
+    runs = {
+        "one": run,
+        "two": run.replace({"train.workers": 2}),
+        "explodes": run.replace({"train.lr": 1e30}),
+        "killed": run.replace({"train.steps": 40, "train.eval_every": 2}),
+    }
+    prepared = train.prepare(runs, lambda *_, **__: None)
+    log = Log(kill="killed")
+    threads = threading.active_count()
+    cluster.run_trials(runs, prepared, folder, log)
+    return folder, runs, log, prepared, threads
+
+
+def test_one_and_two_workers_have_the_same_loss_curve(session):
+    _, runs, log, _, _ = session
+    one, two = log.curves["one"], log.curves["two"]
+    assert sorted(one) == sorted(two) == [4, 8, 12]
+    for step in one:
+        for measure in ("loss", "heldout_acceptance_length", "supervised_tokens"):
+            assert two[step][measure] == pytest.approx(one[step][measure], abs=1e-5), (step, measure)
+
+
+def test_a_ray_train_worker_trains_as_the_loop_alone_does(session, tmp_path):
+    _, runs, log, prepared, _ = session
+    alone = {}
+
+    def keep(report):
+        alone[report.step] = report.metrics
+
+    train.train(runs["one"], prepared, rank=0, world_size=1, report=keep, workdir=tmp_path)
+    for step, metrics in log.curves["one"].items():
+        assert metrics["loss"] == pytest.approx(alone[step]["loss"], abs=1e-5)
+
+
+def test_a_trial_that_fails_tells_why_and_stops_no_other(session):
+    folder, runs, log, _, _ = session
+    assert log.order == list(runs)
+    assert [log.ends[name] for name in ("one", "two", "killed")] == [None] * 3
+    assert "loss" in log.ends["explodes"] and log.ends["explodes"].startswith("FloatingPointError")
+    text = (folder / "trials" / "explodes" / "traceback.txt").read_text()
+    assert text.startswith("Traceback") and text.strip().endswith(log.ends["explodes"])
+    assert "explodes" not in log.restarts  # it would only explode again
+
+
+def test_a_killed_worker_is_replaced_and_its_trial_goes_on(session):
+    folder, runs, log, _, _ = session
+    assert "worker 0 died" in log.restarts["killed"]
+    assert max(log.curves["killed"]) == runs["killed"].train.steps
+    assert not (folder / "trials" / "killed" / "traceback.txt").exists()
+
+
+def test_the_last_and_the_best_checkpoint_are_kept(session):
+    folder, runs, log, _, _ = session
+    for name in ("one", "two", "killed"):
+        path, step, metrics = cluster.best_checkpoint(folder, name)
+        scores = {step: metrics[cluster.SCORE] for step, metrics in log.curves[name].items()}
+        assert scores[step] == metrics[cluster.SCORE] == max(scores.values())
+        kept = {int(each.name.removeprefix("step_")) for each in path.parent.glob("step_*")}
+        assert kept == {step, runs[name].train.steps}
+        assert (path / "draft" / "model.safetensors").is_file() and (path / "trainer.pt").is_file()
+
+
+def test_a_trial_without_a_checkpoint_has_no_best_one(session):
+    assert cluster.best_checkpoint(session[0], "never_started") is None
+
+
+def test_ray_leaves_nothing_behind(session):
+    assert not (cluster.TEMP / f"draftlab-ray-{os.getpid()}").exists()
+    left = [p.name() for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    assert not [name for name in left if "ray" in name.lower()]
+
+
+def test_the_cores_are_shared_among_the_workers_that_run_at_once(tiny_run):
+    run = tiny_run.replace({"cluster.max_concurrent": 3, "train.workers": 2})
+    assert cluster.share(run, trials=5, cpus=16, gpus=0) == cluster.Shares(concurrent=3, cpus=2, gpus=0)
+    assert cluster.share(run, trials=2, cpus=16, gpus=0) == cluster.Shares(concurrent=2, cpus=4, gpus=0)
+    assert cluster.share(run, trials=5, cpus=2, gpus=0) == cluster.Shares(concurrent=1, cpus=1, gpus=0)
+
+
+def test_a_worker_gets_a_gpu_where_there_are_some_and_the_target_may_use_them(tiny_run):
+    run = tiny_run.replace({"cluster.max_concurrent": 8, "train.workers": 2})
+    assert cluster.share(run, trials=8, cpus=64, gpus=8) == cluster.Shares(concurrent=4, cpus=8, gpus=1)
+    half = run.replace({"cluster.gpus_per_worker": 0.5})
+    assert cluster.share(half, trials=8, cpus=64, gpus=2) == cluster.Shares(concurrent=2, cpus=16, gpus=0.5)
+    on_cpu = run.replace({"target.device": "cpu"})
+    assert cluster.share(on_cpu, trials=8, cpus=64, gpus=8).gpus == 0
+
+
+@pytest.mark.parametrize(
+    "changes, cpus, gpus, complaint",
+    [({"train.workers": 4}, 2, 0, "4 workers need as many cores"), ({"train.workers": 2}, 8, 1, "2 workers with 1 GPU")],
+)
+def test_a_machine_that_is_too_small_is_refused(tiny_run, changes, cpus, gpus, complaint):
+    with pytest.raises(UserError, match=complaint):
+        cluster.share(tiny_run.replace(changes), 1, cpus, gpus)
+
+
+def test_sessions_of_dead_drivers_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "TEMP", tmp_path)
+    dead, alive, other = (tmp_path / f"draftlab-ray-{end}" for end in (2**22 + 1, os.getpid(), "x"))
+    for folder in (dead, alive, other):
+        folder.mkdir()
+    cluster._remove_sessions_of_the_dead()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([alive.name, other.name])

@@ -1,0 +1,339 @@
+"""Evaluation on the tiny target: what it reports, what it refuses, and that one bad prompt costs only itself."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from draftlab import checkpoint, config, evaluation, metrics, report
+from draftlab.config import DraftConfig, EvalConfig, Run, TargetConfig
+from draftlab.decode import decode_target
+from draftlab.draft import Draft, adapt
+from draftlab.errors import UserError
+from draftlab.target import load_target
+from draftlab.tracking import Store
+
+QUICK = EvalConfig(prompts=3, max_new_tokens=10, bootstrap=200)
+
+
+def quiet(*_, **__):
+    """No progress."""
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_target(TargetConfig(model="tiny", dtype="float32", device="cpu"))
+
+
+def draft(target, block_size=4, seed=0):
+    shape = DraftConfig(block_size=block_size, num_hidden_layers=1, target_layer_ids=[0, 2])
+    made = Draft(adapt(target.config, shape, target.mask_token_id))
+    made.reset(seed)
+    return made.eval()
+
+
+def prompts(target, count=3):
+    return [target.chat([{"role": "user", "content": f"Question {i}: how many?"}]) for i in range(count)]
+
+
+class Knowing(Draft):
+    """A draft that knows one text and proposes its true future: the head's own rows as hidden states."""
+
+    def propose(self, cache, embeds):
+        future = (self.text[cache.length :] + [0] * embeds.shape[1])[: embeds.shape[1]]
+        return self.rows[future][None]
+
+
+def knowing(target, prompt):
+    made = Knowing(draft(target).spec).eval()
+    made.text, made.rows = prompt + decode_target(target, prompt, 10).tokens, target.ends.head.weight
+    return made
+
+
+def test_an_evaluation_says_everything_that_the_contract_asks_for(target):
+    found = evaluation.evaluate(target, {"a": draft(target)}, prompts(target), QUICK, quiet, 3, {"a": "abc123"})["a"]
+    values = found.metrics
+    for name in ("acceptance_length", "acceptance_length_macro", "speedup", "speedup_end_to_end"):
+        assert values[f"{name}_low"] <= values[name] <= values[f"{name}_high"]
+    assert values["prompts"] == 3 and values["failed"] == values["divergences"] == 0
+    assert values["new_tokens"] == sum(row["new_tokens"] for row in found.prompts)
+    assert values["rounds"] == sum(row["rounds"] for row in found.prompts) == 27
+    assert sum(found.first_failure) == 24, "each text's last round had one token of room and nothing at stake"
+    round_ms = values["draft_ms"] + values["verify_ms"] + values["commit_ms"]
+    assert values["speedup"] == pytest.approx(values["acceptance_length"] * values["target_ms"] / round_ms, rel=1e-6)
+    assert len(found.survival) == len(found.conditional_acceptance) == 3 and len(found.first_failure) == 4
+    record = found.provenance
+    assert record["protocol"] == "greedy" and record["checkpoint"] == "abc123" and record["block_size"] == 4
+    assert record["target"] == {"name": "tiny", "revision": target.revision, "fingerprint": target.fingerprint}
+    assert record["dtype"] == "float32" and record["device"].startswith("cpu") and record["threads"] >= 1
+    assert record["versions"]["torch"] == torch.__version__ and record["max_new_tokens"] == 10
+
+
+def test_the_metrics_are_those_of_the_kept_traces(target):
+    found = evaluation.evaluate(target, {"a": draft(target)}, prompts(target), QUICK, quiet)["a"]
+    drafts = [pair.draft for pair in found.traces]
+    assert found.metrics["acceptance_length"] == metrics.acceptance_length(drafts)
+    assert found.metrics["speedup"] == metrics.speedup([pair.target for pair in found.traces], drafts)
+    assert found.survival == metrics.survival(drafts, 4).tolist()
+
+
+def test_a_draft_that_knows_the_future_reaches_its_block_size(target):
+    asked = prompts(target, 1)
+    found = evaluation.evaluate(target, {"a": knowing(target, asked[0])}, asked, QUICK, quiet)["a"]
+    # 9 tokens after the prefill's, in rounds of 4, 4 and 1.
+    assert found.metrics["acceptance_length"] == pytest.approx(9 / 3)
+    assert found.survival == [1.0, 1.0, 1.0] and found.metrics["full_block_fraction"] == 1.0
+    assert math.isnan(found.metrics["acceptance_length_low"]), "one prompt has no interval"
+
+
+def test_every_draft_meets_the_same_target_traces_and_the_order_alternates(target, monkeypatch):
+    calls = []
+    alone, drafted = evaluation.decode_target, evaluation.decode_speculative
+    monkeypatch.setattr(evaluation, "decode_target", lambda *a: (calls.append("target"), alone(*a))[1])
+    monkeypatch.setattr(
+        evaluation, "decode_speculative", lambda t, d, *a: (calls.append(d.spec.block_size), drafted(t, d, *a))[1]
+    )
+    drafts = {"a": draft(target, 2), "b": draft(target, 4)}
+    settings = QUICK.model_copy(update={"repeats": 2})
+    found = evaluation.evaluate(target, drafts, prompts(target), settings, quiet)
+    there, back = ["target", 2, 4], [4, 2, "target"]
+    assert calls == there + (there + back + there) + (back + there + back)  # warm-up, first and second repeat
+    assert [p.target for p in found["a"].traces] == [p.target for p in found["b"].traces]
+
+
+def test_a_prompt_that_fails_is_reported_and_costs_no_other(target, monkeypatch):
+    asked, drafted = prompts(target, 4), evaluation.decode_speculative
+    broken = draft(target, 2)
+
+    def sometimes(target, draft, ids, limit):
+        if draft is broken and ids == asked[1]:
+            raise RuntimeError("out of\nmemory")
+        return drafted(target, draft, ids, limit)
+
+    monkeypatch.setattr(evaluation, "decode_speculative", sometimes)
+    found = evaluation.evaluate(target, {"bad": broken, "good": draft(target)}, asked, QUICK, quiet)
+    assert [row["status"] for row in found["bad"].prompts] == ["ok", "failed", "ok", "ok"]
+    assert found["bad"].prompts[1]["reason"] == "draft: RuntimeError: out of memory"
+    assert found["bad"].metrics["failed"] == 1 and [pair.prompt for pair in found["bad"].traces] == [0, 2, 3]
+    assert found["good"].metrics["failed"] == 0
+    assert "prompt 1 failed: draft: RuntimeError: out of memory" in evaluation.describe(found["bad"])
+    # The comparison is over the prompts that both have.
+    assert evaluation.compare(found["good"], found["bad"], "acceptance_length", 200) == (0, 0, 0)
+
+
+def test_an_evaluation_in_which_everything_failed_has_no_numbers_and_no_zeros(target, monkeypatch, tmp_path):
+    def never(*_):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(evaluation, "decode_speculative", never)
+    found = evaluation.evaluate(target, {"a": draft(target)}, prompts(target, 2), QUICK, quiet)
+    assert math.isnan(found["a"].metrics["acceptance_length"]) and math.isnan(found["a"].metrics["speedup"])
+    report.write_evaluation(found, tmp_path)
+    written = json.loads((tmp_path / "results.json").read_text())["a"]
+    assert written["metrics"]["speedup"] is None and written["metrics"]["failed"] == 2
+
+
+def test_ctrl_c_is_not_a_failed_prompt(target, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluation, "decode_speculative", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluation.evaluate(target, {"a": draft(target)}, prompts(target), QUICK, quiet)
+
+
+def test_results_json_is_strict_json(target, tmp_path):
+    found = evaluation.evaluate(target, {"a": draft(target)}, prompts(target, 1), QUICK, quiet)
+    report.write_evaluation(found, tmp_path)
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    written = json.loads((tmp_path / "results.json").read_text(), parse_constant=refuse)
+    assert written["a"]["metrics"]["acceptance_length_low"] is None  # one prompt has no interval
+    (line,) = (tmp_path / "traces.jsonl").read_text().splitlines()
+    rounds = json.loads(line, parse_constant=refuse)["traces"]["draft"]["rounds"]
+    assert [r["committed"] for r in rounds] == [r.committed for r in found["a"].traces[0].draft.rounds]
+
+
+def test_a_divergence_is_counted_and_described(target, monkeypatch):
+    alone = evaluation.decode_target
+
+    def other(target, ids, limit):
+        trace = alone(target, ids, limit)
+        trace.tokens[5] = (trace.tokens[5] + 1) % 256
+        return trace
+
+    monkeypatch.setattr(evaluation, "decode_target", other)
+    found = evaluation.evaluate(target, {"a": draft(target)}, prompts(target, 2), QUICK, quiet)["a"]
+    assert found.metrics["divergences"] == 2
+    assert found.prompts[0]["divergence"]["position"] == 5 and found.prompts[0]["divergence"]["gap"] > 0
+    assert '"position": 5' in evaluation.describe(found)
+
+
+def test_two_drafts_are_compared_prompt_by_prompt(target):
+    (prompt,) = prompts(target, 1)
+    drafts = {"good": knowing(target, prompt), "poor": draft(target)}
+    found = evaluation.evaluate(target, drafts, [prompt] * 3, QUICK, quiet)
+    difference, low, high = evaluation.compare(found["good"], found["poor"], "acceptance_length", 200)
+    own = [found[name].metrics["acceptance_length"] for name in ("good", "poor")]
+    assert difference == pytest.approx(own[0] - own[1]) and 0 < low <= difference <= high
+    faster, _, _ = evaluation.compare(found["good"], found["poor"], "speedup", 200)
+    assert faster == pytest.approx(found["good"].metrics["speedup"] - found["poor"].metrics["speedup"])
+
+
+def test_evaluations_of_other_prompts_are_not_compared(target):
+    drafts = {"a": draft(target)}
+    one = evaluation.evaluate(target, drafts, prompts(target, 1), QUICK, quiet)["a"]
+    two = evaluation.evaluate(target, drafts, prompts(target, 2), QUICK, quiet)["a"]
+    with pytest.raises(ValueError, match="same prompts"):
+        evaluation.compare(one, two, "speedup", 200)
+
+
+# ---- refusals, all before any decoding
+
+
+@pytest.fixture()
+def no_decoding(monkeypatch):
+    def decoded(*_):
+        raise AssertionError("decoding had begun")
+
+    monkeypatch.setattr(evaluation, "_attempt", decoded)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_refused(target, no_decoding, value):
+    bad = draft(target)
+    with torch.no_grad():
+        bad.layers[0].mlp.up_proj.weight[3, 4] = value
+    with pytest.raises(UserError, match=r"bad: layers.0.mlp.up_proj.weight holds NaN or infinite"):
+        evaluation.evaluate(target, {"fine": draft(target), "bad": bad}, prompts(target), QUICK, quiet)
+
+
+def test_a_draft_for_another_target_is_refused(target, no_decoding):
+    other = target.config.__class__(**{**target.config.to_dict(), "vocab_size": 4000})
+    stranger = Draft(adapt(other, DraftConfig(num_hidden_layers=1, target_layer_ids=[0]), 1))
+    with pytest.raises(UserError, match="vocabulary 4000, but tiny has 300"):
+        evaluation.evaluate(target, {"a": stranger}, prompts(target), QUICK, quiet)
+
+
+def test_a_prompt_longer_than_the_targets_positions_is_refused(target, no_decoding):
+    long = [1] * (target.max_positions - 9)
+    with pytest.raises(UserError, match=f"prompt of {len(long)} tokens .* {target.max_positions} positions"):
+        evaluation.evaluate(target, {"a": draft(target)}, [*prompts(target), long], QUICK, quiet)
+
+
+def test_nothing_to_decode_is_refused(target):
+    with pytest.raises(UserError, match="one draft and one prompt, got 1 and 0"):
+        evaluation.evaluate(target, {"a": draft(target)}, [], QUICK, quiet)
+
+
+# ---- prompts
+
+
+def test_humaneval_has_164_prompts_and_a_part_of_it_is_spread_evenly(target):
+    every = evaluation.load_prompts("humaneval:1000", Run(), target, quiet)
+    some = evaluation.load_prompts("humaneval:4", Run(), target, quiet)
+    assert len(every) == 164 and some == [every[i] for i in (0, 41, 82, 123)]
+    assert len(evaluation.load_prompts("humaneval", Run(), target, quiet)) == EvalConfig().prompts
+    assert "has_close_elements" in every[0][0]["content"] and every[0][0]["role"] == "user"
+
+
+def test_a_jsonl_file_may_hold_messages_prompts_or_turns(target, tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"prompt": "c"},
+        {"turns": ["d", "e"]},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n\n".join(json.dumps(row) for row in rows))
+    found = evaluation.load_prompts(str(path), Run(), target, quiet)
+    assert [[m["content"] for m in conversation] for conversation in found] == [["a"], ["c"], ["d"]]
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('{"prompt": "fine"}\n{"prompt": 3}', r"line 2: expected .*messages"),
+        ('{"messages": []}', "line 1: expected"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 1: expected"),
+        ('{"turns": []}', "line 1: expected"),
+        ("{broken", "line 1: not valid JSON"),
+        ("", "at least one, got none"),
+    ],
+)
+def test_broken_prompt_files_are_refused_with_the_line(target, tmp_path, text, words):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError, match=words):
+        evaluation.load_prompts(str(path), Run(), target, quiet)
+
+
+def test_unknown_prompts_are_refused(target):
+    with pytest.raises(UserError, match="expected heldout, humaneval or a .jsonl file"):
+        evaluation.load_prompts("nowhere.jsonl", Run(), target, quiet)
+
+
+# ---- checkpoints
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return Store(config.TrackingConfig(), tmp_path_factory.mktemp("outputs"))
+
+
+@pytest.fixture()
+def saved(target, tmp_path):
+    """A trainer's checkpoint folder, its draft inside."""
+    run = config.load(config.CONFIGS / "tiny.yaml", ["draft.target_layer_ids=[0,2]", "seed=5"])
+    checkpoint.save(tmp_path / "step" / "draft", draft(target), run, {"name": "tiny", "revision": None, "fingerprint": "x"})
+    return tmp_path / "step"
+
+
+def test_a_checkpoint_folder_is_found_with_or_without_its_draft_folder(saved, store, tmp_path):
+    for folder in (saved, saved / "draft"):
+        _, info, run = evaluation.load_draft(str(folder), None, ["eval.prompts=2"], store, tmp_path)
+        assert info.folder == saved / "draft" and run.seed == 5 and run.eval.prompts == 2
+
+
+def test_a_checkpoint_is_found_by_its_mlflow_run_and_model(saved, store, tmp_path):
+    run_id = store.start_run("trial", key="trial")
+    model = store.log_checkpoint(run_id, saved / "draft", name="draft", step=1, params={}, metrics={})
+    _, expected, _ = evaluation.load_draft(str(saved), None, [], store, tmp_path)
+    for ref in (run_id, f"models:/{model}"):
+        _, info, run = evaluation.load_draft(ref, None, [], store, tmp_path / "fetched")
+        assert info.hash == expected.hash and run.seed == 5
+
+
+def test_a_published_draft_without_a_run_is_evaluated_by_the_given_configuration(saved, store, tmp_path, monkeypatch):
+    asked = {}
+
+    def hub(repo_id, *, allow_patterns, local_dir):
+        asked.update(repo_id=repo_id, files=allow_patterns)
+        for name in ("config.json", "model.safetensors"):
+            local_dir.mkdir(parents=True, exist_ok=True)
+            (local_dir / name).write_bytes((saved / "draft" / name).read_bytes())
+        return str(local_dir)
+
+    monkeypatch.setattr(evaluation, "snapshot_download", hub)
+    made, info, run = evaluation.load_draft("someone/draft", None, ["target.model=tiny"], store, tmp_path)
+    assert asked == {"repo_id": "someone/draft", "files": ["config.json", "model.safetensors"]}
+    assert info.run is None and run.target.model == "tiny" and made.spec.block_size == 4
+
+
+@pytest.mark.parametrize("ref", ["no/such/folder", "./nothing", "nothing"])
+def test_a_reference_to_nothing_is_refused(store, tmp_path, ref):
+    with pytest.raises(UserError, match=f"checkpoint {ref}: no such folder"):
+        evaluation.find_checkpoint(ref, store, tmp_path)
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(store, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def offline(*_, **__):
+        raise FileNotFoundError("Cannot find the files\nand more")
+
+    monkeypatch.setattr(evaluation, "snapshot_download", offline)
+    with pytest.raises(UserError, match=r"someone/draft: no such folder, and not fetched from the hub \(Cannot find the files\)$"):
+        evaluation.find_checkpoint("someone/draft", store, tmp_path)

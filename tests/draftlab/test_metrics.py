@@ -1,0 +1,245 @@
+"""Every metric against a plain loop over hand-made or random traces."""
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from draftlab import metrics
+from draftlab.decode import Round, Trace
+
+
+def trace(*rounds, seconds=1.0, prefill=0.5, tokens=None):
+    """A trace of (drafted, accepted, committed) rounds."""
+    made = [Round(d, a, c, 0.01, 0.03, 0.005) for d, a, c in rounds]
+    count = 1 + sum(r.committed for r in made) if tokens is None else tokens
+    return Trace(5, list(range(count)), prefill, seconds, made)
+
+
+def random_traces(block_size, count, seed):
+    """Texts decoded by slots that are each accepted with their own probability, ended by EOS or a limit."""
+    rng, traces = random.Random(seed), []
+    chances = [rng.random() for _ in range(block_size - 1)]
+    for _ in range(count):
+        rounds, room = [], rng.randint(1, 40)
+        while room:
+            drafted = min(block_size - 1, room - 1)
+            accepted = 0
+            while accepted < drafted and rng.random() < chances[accepted]:
+                accepted += 1
+            if accepted and rng.random() < 0.05:  # the last accepted token was EOS
+                rounds.append((accepted, accepted, accepted))
+                break
+            rounds.append((drafted, accepted, accepted + 1))
+            room -= accepted + 1
+        traces.append(trace(*rounds))
+    return traces
+
+
+CASES = [(b, seed) for b in (2, 3, 8, 16) for seed in range(4)]
+
+
+@pytest.mark.parametrize("block_size, seed", CASES)
+def test_acceptance_length_is_committed_tokens_per_round(block_size, seed):
+    traces = random_traces(block_size, 9, seed)
+    tokens = rounds = 0
+    means = []
+    for t in traces:
+        own = [r.committed for r in t.rounds]
+        tokens, rounds = tokens + sum(own), rounds + len(own)
+        means.append(sum(own) / len(own))
+    assert metrics.acceptance_length(traces) == pytest.approx(tokens / rounds)
+    assert metrics.acceptance_length_macro(traces) == pytest.approx(sum(means) / len(means))
+
+
+def test_pooled_and_macro_acceptance_differ_when_texts_do():
+    traces = [trace((3, 3, 4)), trace((3, 0, 1), (3, 0, 1), (3, 0, 1))]
+    assert metrics.acceptance_length(traces) == pytest.approx(7 / 4)
+    assert metrics.acceptance_length_macro(traces) == pytest.approx((4 + 1) / 2)
+
+
+def test_a_text_that_ended_at_its_first_token_has_no_round_and_no_weight():
+    traces = [trace(tokens=1, seconds=0.0), trace((3, 1, 2))]
+    assert metrics.acceptance_length(traces) == metrics.acceptance_length_macro(traces) == 2
+    assert math.isnan(metrics.acceptance_length(traces[:1]))
+    assert math.isnan(metrics.acceptance_length_macro(traces[:1]))
+
+
+@pytest.mark.parametrize("block_size, seed", CASES)
+def test_slot_statistics_equal_counting_round_by_round(block_size, seed):
+    traces = random_traces(block_size, 30, seed)
+    rounds = [r for t in traces for r in t.rounds]
+    conditional, failures = [], [0] * block_size
+    for k in range(1, block_size):
+        reached = [r for r in rounds if r.accepted >= k - 1 and r.drafted >= k]
+        conditional.append(sum(r.accepted >= k for r in reached) / len(reached) if reached else math.nan)
+    for r in rounds:
+        if r.accepted == block_size - 1:
+            failures[-1] += 1
+        elif r.accepted < r.drafted:
+            failures[r.accepted] += 1
+    survival = [math.prod(conditional[:k]) for k in range(1, block_size)]
+    survival = [0.0 if 0.0 in conditional[:k] else s for k, s in enumerate(survival, 1)]
+    np.testing.assert_allclose(metrics.conditional_acceptance(traces, block_size), conditional)
+    np.testing.assert_allclose(metrics.survival(traces, block_size), survival)
+    assert metrics.first_failure(traces, block_size).tolist() == failures
+    np.testing.assert_equal(metrics.full_block_fraction(traces, block_size), float(metrics.survival(traces, block_size)[-1]))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_survival_is_the_plain_share_where_no_text_ends_and_sums_to_the_acceptance_length(seed):
+    rng = random.Random(seed)
+    runs = [rng.randint(0, 7) for _ in range(200)]
+    traces = [trace(*[(7, a, a + 1) for a in runs])]
+    survival = metrics.survival(traces, 8)
+    np.testing.assert_allclose(survival, [sum(a >= k for a in runs) / len(runs) for k in range(1, 8)])
+    assert 1 + survival.sum() == pytest.approx(metrics.acceptance_length(traces))
+    assert metrics.full_block_fraction(traces, 8) == pytest.approx(runs.count(7) / len(runs))
+
+
+def test_rounds_cut_by_the_end_of_a_text_do_not_count_as_failures():
+    # Slot 1 always holds; the second text ended after one slot. Without care slot 2 would look half as good.
+    traces = [trace((2, 2, 3)), trace((1, 1, 1))]
+    assert metrics.survival(traces, 3).tolist() == [1.0, 1.0]
+    assert metrics.first_failure(traces, 3).tolist() == [0, 0, 1]
+
+
+def test_slots_that_nothing_reached_are_zero_after_a_failure_and_unknown_otherwise():
+    assert metrics.survival([trace((3, 0, 1))], 4).tolist() == [0, 0, 0]
+    assert math.isnan(metrics.conditional_acceptance([trace((3, 0, 1))], 4)[1])
+    np.testing.assert_equal(metrics.survival([trace((1, 1, 1))], 4), [1, math.nan, math.nan])
+
+
+def test_speedup_compares_seconds_per_output_token():
+    target = [trace(tokens=11, seconds=2.0), trace(tokens=21, seconds=4.0)]
+    drafts = [trace((3, 3, 4), (3, 3, 4), (3, 1, 2), seconds=1.0), trace(*[(3, 3, 4)] * 5, seconds=1.0)]
+    assert metrics.speedup(target, drafts) == pytest.approx((6 / 30) / (2 / 30))
+    assert metrics.speedup(target, drafts, end_to_end=True) == pytest.approx((7 / 32) / (3 / 32))
+
+
+def test_speedup_does_not_reward_a_shorter_text():
+    target, short = [trace(tokens=21, seconds=2.0)], [trace(tokens=11, seconds=1.0)]
+    assert metrics.speedup(target, short) == pytest.approx(1.0)
+
+
+def test_speedup_refuses_traces_of_other_prompts():
+    with pytest.raises(ValueError, match="one target trace a draft trace, got 2 and 1"):
+        metrics.speedup([trace(), trace()], [trace()])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_speedup_is_acceptance_length_times_target_time_over_round_time(seed):
+    drafts = []
+    for t in random_traces(8, 6, seed):
+        spent = sum(r.draft_seconds + r.verify_seconds + r.commit_seconds for r in t.rounds)
+        drafts.append(Trace(5, t.tokens, 0.1, spent, t.rounds))
+    targets = [trace(tokens=len(t.tokens), seconds=0.02 * len(t.tokens)) for t in drafts]
+    times = metrics.call_times(targets, drafts)
+    round_ms = times["draft_ms"] + times["verify_ms"] + times["commit_ms"]
+    assert (times["draft_ms"], times["verify_ms"], times["commit_ms"]) == pytest.approx((10, 30, 5))
+    predicted = metrics.acceptance_length(drafts) * times["target_ms"] / round_ms
+    assert metrics.speedup(targets, drafts) == pytest.approx(predicted)
+
+
+def test_the_typical_repeat_is_the_median_one():
+    repeats = [trace(seconds=s) for s in (3.0, 1.0, 2.0, 9.0, 4.0)]
+    assert metrics.typical(repeats).seconds == 3.0
+    assert metrics.typical(repeats[:2]).seconds == 1.0
+    assert metrics.typical(repeats[:1]).seconds == 3.0
+
+
+def test_the_bootstrap_interval_is_that_of_a_plain_resampling_loop():
+    items = np.random.default_rng(1).uniform(1, 5, size=(12, 2))
+    rng, values = random.Random(0), []
+    for _ in range(4000):
+        drawn = [items[rng.randrange(len(items))] for _ in items]
+        values.append(sum(i[0] for i in drawn) / sum(i[1] for i in drawn))
+    values.sort()
+    low, high = metrics.bootstrap(metrics.ratio, items, 4000, seed=3)
+    assert low == pytest.approx(values[100], abs=0.03) and high == pytest.approx(values[3900], abs=0.03)
+    assert low < float(metrics.ratio(items)) < high
+    assert (low, high) == metrics.bootstrap(metrics.ratio, items, 4000, seed=3)
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    rng, covered = np.random.default_rng(0), 0
+    for i in range(200):
+        rounds = rng.integers(5, 30, size=40)
+        committed = rng.binomial(rounds * 4, 0.5)
+        low, high = metrics.bootstrap(metrics.ratio, np.stack([committed, rounds], 1).astype(float), 300, seed=i)
+        covered += low <= 2.0 <= high
+    assert 0.88 < covered / 200 <= 0.99
+
+
+def test_one_prompt_has_no_interval():
+    assert all(math.isnan(x) for x in metrics.bootstrap(metrics.ratio, np.ones((1, 2)), 100))
+
+
+def test_a_draw_without_any_round_does_not_spoil_the_interval():
+    low, high = metrics.bootstrap(metrics.ratio, np.array([[4.0, 2.0], [0.0, 0.0]]), 200)
+    assert low == high == 2.0
+
+
+def test_a_paired_difference_is_narrower_than_the_spread_between_prompts():
+    rng = np.random.default_rng(0)
+    easy = rng.uniform(1, 8, size=30)  # prompts differ much more than the two drafts do
+    first = np.stack([easy + 0.2 + rng.normal(0, 0.05, 30), np.ones(30)], 1)
+    second = np.stack([easy, np.ones(30)], 1)
+    difference = metrics.difference(metrics.ratio, 2)
+    both = np.hstack([first, second])
+    assert float(difference(both)) == pytest.approx(float(metrics.ratio(first)) - float(metrics.ratio(second)))
+    low, high = metrics.bootstrap(difference, both, 1000)
+    assert 0.1 < low < 0.2 < high < 0.3
+    low, high = metrics.bootstrap(difference, np.hstack([first, first]), 1000)
+    assert low == high == 0
+
+
+def committed_by_decoding(correct, valid):
+    """A round replayed: drafted tokens are accepted until one is wrong; where the text is over, nothing follows."""
+    committed = 0
+    for right, exists in zip(correct, valid):
+        if not exists:
+            return committed
+        committed += 1
+        if not right:
+            return committed  # the target's own token instead
+    return committed + 1
+
+
+def test_offline_acceptance_equals_replayed_rounds_for_every_pattern():
+    patterns = list(itertools.product([False, True], repeat=4))
+    pairs = [(c, v) for c in patterns for v in patterns]
+    expected = [committed_by_decoding(c, v) for c, v in pairs]
+    correct, valid = np.array([c for c, _ in pairs]), np.array([v for _, v in pairs])
+    assert metrics.offline_committed(correct, valid).tolist() == expected
+    assert metrics.offline_acceptance(correct, valid) == (sum(expected), sum(v[0] for _, v in pairs))
+
+
+def test_offline_acceptance_is_additive_and_ignores_the_shape():
+    rng = np.random.default_rng(0)
+    correct, valid = rng.random((2, 6, 5, 7)) < np.array([0.7, 0.9])[:, None, None, None]
+    whole = metrics.offline_acceptance(correct, valid)
+    parts = [metrics.offline_acceptance(correct[i], valid[i]) for i in range(6)]
+    assert whole == (sum(p[0] for p in parts), sum(p[1] for p in parts))
+
+
+def test_a_masked_hole_truncates_the_run_and_is_not_skipped():
+    correct, valid = np.array([True, True, True, True]), np.array([True, False, True, True])
+    assert metrics.offline_acceptance(correct, valid) == (1, 1)
+
+
+def test_offline_acceptance_takes_torch_tensors_and_refuses_other_shapes():
+    assert metrics.offline_acceptance(torch.tensor([[True, False]]), torch.tensor([[True, True]])) == (2, 1)
+    with pytest.raises(ValueError, match="one shape"):
+        metrics.offline_acceptance(np.ones((2, 3)), np.ones((1, 3)))
+
+
+def test_the_serving_walk_restarts_where_the_accepted_run_ended():
+    #            0  1  2  3  4  5  6  7  8
+    committed = [0, 3, 1, 1, 2, 5, 0, 0, 1]  # rounds at 1, 4 and 8 (4 + 2 = 6 is no anchor, nor is 7)
+    assert metrics.serving_walk(np.array(committed)) == (3 + 2 + 1, 3)
+    assert metrics.serving_walk(np.zeros(4, int)) == (0, 0)
+    assert metrics.serving_walk(np.ones(6, int)) == (6, 6)

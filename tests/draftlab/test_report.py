@@ -1,0 +1,183 @@
+import csv
+import json
+import math
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from draftlab import report
+from draftlab.decode import Round, Trace
+from draftlab.evaluation import Evaluation, Pair
+
+
+def row(block_size, length, speedup, **more):
+    result = {
+        "trial": f"block_size={block_size}", "block_size": block_size, "gamma": block_size / 2,
+        "acceptance_length": length, "acceptance_length_low": length - 0.1, "acceptance_length_high": length + 0.2,
+        "acceptance_length_macro": length + 0.05,
+        "speedup": speedup, "speedup_low": speedup - 0.05, "speedup_high": speedup + 0.1,
+        "draft_ms": 12.34, "verify_ms": 48.2, "target_ms": 33.1, "train_seconds": 213.4, "supervised_tokens": 1234567,
+        "heldout_acceptance_length": length - 0.1, "checkpoint": "/x", "mlflow_run_id": "0" * 32,
+        "status": "FINISHED", "reason": None,
+    }  # fmt: skip
+    return result | more
+
+
+REASON = "RuntimeError: no memory"
+FAILED = {"trial": "block_size=32", "block_size": 32, "gamma": 16.0, "status": "FAILED", "reason": REASON}
+ROWS = [row(4, 1.9, 1.2), row(8, 2.3, 1.4), row(16, 2.5, 0.9), FAILED]
+CURVES = {
+    f"block_size={size}": [
+        {"step": step, "loss": 3 + math.exp(-step / 80), **({} if step % 100 else {"heldout_acceptance_length": 1.5})}
+        for step in range(10, 401, 10)
+    ]
+    for size in (4, 8, 16)
+} | {"block_size=32": []}
+SURVIVALS = {f"block_size={size}": [0.6**k for k in range(1, size)] for size in (4, 8, 16)}
+
+
+def written(out):
+    with (out / "results.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def lines_of(figure):
+    """label -> (x, y) of every line of a figure's axes."""
+    return [{line.get_label(): line.get_xydata().T.tolist() for line in axis.lines} for axis in figure.axes]
+
+
+def test_results_have_a_row_a_trial_and_the_columns_in_order(tmp_path):
+    frame = report.write_sweep(ROWS, CURVES, SURVIVALS, tmp_path)
+    rows = written(tmp_path)
+    assert tuple(rows[0]) == report.COLUMNS == tuple(frame.columns)
+    assert [one["trial"] for one in rows] == [one["trial"] for one in ROWS]
+    assert (rows[0]["block_size"], rows[0]["supervised_tokens"], rows[0]["reason"]) == ("4", "1234567", "")
+    assert float(rows[1]["speedup_high"]) == 1.5
+
+
+def test_a_failed_trial_has_empty_cells_its_status_and_its_reason(tmp_path):
+    report.write_sweep(ROWS, CURVES, SURVIVALS, tmp_path)
+    filled = {name: value for name, value in written(tmp_path)[-1].items() if value}
+    assert filled == {name: str(value) for name, value in FAILED.items()}
+
+
+def test_other_columns_follow_the_known_ones(tmp_path):
+    frame = report.write_sweep([row(4, 2.0, 1.1, lr=1e-3)], {}, {}, tmp_path, varied="train.lr")
+    assert list(frame)[-1] == "lr"
+
+
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:1], ROWS[3:], [FAILED | {"block_size": None}]])
+def test_figures_are_written_whatever_failed(rows, tmp_path):
+    out, names = tmp_path / "new" / "folder", [one["trial"] for one in rows if one["status"] == "FINISHED"]
+    report.write_sweep(rows, {name: CURVES[name] for name in names}, {name: SURVIVALS[name] for name in names}, out)
+    for name in ("acceptance", "survival", "training"):
+        picture = imread(out / f"{name}.png")
+        assert picture.shape[1] > 500 and picture.std() > 0.01  # not blank
+
+
+def test_the_figure_shows_every_point_with_its_interval_at_its_real_block_size():
+    frame = report._frame(ROWS[::-1])
+    figure = report._acceptance_figure(frame, "block_size")
+    for axis, measure in zip(figure.axes, ("acceptance_length", "speedup")):
+        (bars,) = axis.containers
+        assert bars.lines[0].get_xydata().tolist() == [[one["block_size"], one[measure]] for one in ROWS[:3]]
+        ends = [segment[:, 1].tolist() for segment in bars.lines[2][0].get_segments()]
+        assert ends == pytest.approx(np.array([[one[f"{measure}_low"], one[f"{measure}_high"]] for one in ROWS[:3]]))
+        assert [text.get_text() for text in axis.get_xticklabels()] == ["4", "8", "16", "32"]
+        assert axis.get_xticks().tolist() == [4, 8, 16, 32]
+        lines = {line.get_label(): line for line in axis.lines}
+        assert set(lines["the target alone"].get_ydata()) == {1}
+        assert lines["no result"].get_xdata().tolist() == [32]
+
+
+def test_a_point_without_an_interval_is_still_a_point():
+    nan = float("nan")
+    frame = report._frame([row(8, 2.3, 1.4) | {"speedup_low": nan, "speedup_high": None}])
+    (bars,) = report._acceptance_figure(frame, "block_size").axes[1].containers
+    assert bars.lines[0].get_xydata().tolist() == [[8, 1.4]]
+    assert bars.lines[2][0].get_segments()[0][:, 1].tolist() == [1.4, 1.4]
+
+
+def test_values_that_are_no_numbers_stand_side_by_side():
+    frame = report._frame([row(8, 2.0, 1.1, init="random"), row(8, 2.5, 1.3, init="target_layers")])
+    axis = report._acceptance_figure(frame, "init").axes[0]
+    assert [text.get_text() for text in axis.get_xticklabels()] == ["random", "target_layers"]
+
+
+def test_survival_starts_at_the_first_drafted_token_and_keeps_gaps():
+    survivals = {"a": [0.5, None, 0.25], "b": []}
+    (lines,) = lines_of(report._survival_figure(survivals, report._colors(["a", "b"])))
+    (x, y) = lines["a"]
+    assert x == [1, 2, 3] and y[0] == 0.5 and math.isnan(y[1]) and y[2] == 0.25
+
+
+def test_training_curves_show_what_was_measured_in_the_order_of_steps():
+    curve = [{"step": 20, "loss": 2.0}, {"step": 10, "loss": 3.0, "heldout_acceptance_length": 1.5}]
+    loss, heldout = lines_of(report._training_figure({"a": curve, "failed": []}, report._colors(["a", "failed"])))
+    assert loss == {"a": [[10, 20], [3.0, 2.0]]}
+    assert heldout == {"a": [[10], [1.5]]}
+
+
+def test_a_trial_has_one_colour_in_every_figure():
+    colors = report._colors([one["trial"] for one in ROWS])
+    survival = report._survival_figure(SURVIVALS, colors).axes[0]
+    training = report._training_figure(CURVES, colors).axes[1]
+    for name in SURVIVALS:
+        (one,), (other,) = ([line for line in axis.lines if line.get_label() == name] for axis in (survival, training))
+        assert np.allclose(one.get_color(), other.get_color())
+    assert len({tuple(color) for color in colors.values()}) == 4
+
+
+def test_figures_leave_matplotlibs_settings_alone(tmp_path):
+    before = dict(matplotlib.rcParams)
+    report.write_sweep(ROWS, CURVES, SURVIVALS, tmp_path)
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_the_table_shows_intervals_dashes_and_reasons(tmp_path):
+    text = report.table(report.write_sweep(ROWS, CURVES, SURVIVALS, tmp_path)).splitlines()
+    assert len(text) == 1 + 4 + 1
+    assert text[1].split() == (
+        "block_size=4 4 2 1.90 [1.80, 2.10] 1.95 1.20 [1.15, 1.30] 12.34 48.20 33.10 1.80 213 FINISHED".split()
+    )
+    assert text[4].split() == "block_size=32 32 16 - - - - - - - - FAILED".split()
+    assert text[5] == "block_size=32: RuntimeError: no memory"
+    assert max(len(line) for line in text) < 160
+
+
+EVALUATION = Evaluation(
+    metrics={"acceptance_length": 2.5, "speedup_low": float("nan")},
+    survival=[0.75, 0.5, float("nan")],
+    conditional_acceptance=[0.75, 2 / 3, float("nan")],
+    first_failure=[1, 1, 0, 2],
+    prompts=[{"prompt": 0, "status": "ok", "acceptance_length": np.float64(2.5)}],
+    provenance={"protocol": "greedy"},
+    traces=[Pair(0, Trace(3, [5, 6, 7], 0.1, 0.2), Trace(3, [5, 6, 7], 0.1, 0.03, [Round(3, 1, 2, 0.01, 0.01, 0.01)]))],
+)
+
+
+def test_an_evaluation_is_written_as_strict_json_with_its_traces_beside_it(tmp_path):
+    name = "outputs/sweep_block_size/20260101T000000Z/trials/block_size=4/draft"
+    report.write_evaluation({name: EVALUATION}, tmp_path / "new")
+
+    def refuse(constant):
+        raise ValueError(constant)
+
+    results = json.loads((tmp_path / "new" / "results.json").read_text(), parse_constant=refuse)
+    assert results[name]["metrics"] == {"acceptance_length": 2.5, "speedup_low": None}
+    assert results[name]["survival"] == [0.75, 0.5, None]
+    assert results[name]["prompts"][0]["acceptance_length"] == 2.5
+    assert "traces" not in results[name]
+    (trace,) = map(json.loads, (tmp_path / "new" / "traces.jsonl").read_text().splitlines())
+    assert trace["draft"] == name
+    assert trace["traces"]["draft"]["rounds"][0]["accepted"] == 1
+    for figure in ("survival.png", "first_failure.png"):
+        assert imread(tmp_path / "new" / figure).std() > 0.01
+
+
+def test_first_failures_are_shares_of_all_rounds():
+    figure = report._first_failure_figure({"a": [1, 1, 0, 2], "b": [0, 0]}, report._colors(["a", "b"]))
+    heights = [[bar.get_height() for bar in axis.patches] for axis in figure.axes]
+    assert heights == [[0.25, 0.25, 0, 0.5], [0, 0]]

@@ -1,0 +1,198 @@
+"""The scripts that train, whole, on the tiny target: to the end, stopped, killed, resumed, and refused."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from mlflow import MlflowClient
+
+from draftlab import checkpoint, cli, config, sweep
+from draftlab.errors import UserError
+from experiments import sweep_block_size
+from experiments import train as train_script
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ["--config", str(config.CONFIGS / "tiny.yaml"), "cluster.cpus=2"]
+
+
+@pytest.fixture
+def tracked(outputs):
+    """The override that names the test's own tracking store, and a client of it."""
+    uri = f"sqlite:///{outputs}/mlflow/mlflow.db"
+    return f"tracking.uri={uri}", MlflowClient(uri)
+
+
+def runs_of(client):
+    """name -> run, of all in the store."""
+    experiment = client.get_experiment_by_name("draftlab")
+    return {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+
+
+def test_a_sweep_of_block_sizes_ends_in_a_table_figures_and_tracked_runs(tmp_path, tracked, capsys):
+    override, client = tracked
+    out = tmp_path / "out"
+    assert sweep_block_size.main([*TINY, override, "--block-sizes", "2,4", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+
+    frame = pd.read_csv(out / "results.csv")
+    assert list(frame["block_size"]) == [2, 4] and list(frame["gamma"]) == [1, 2]
+    assert set(frame["status"]) == {"FINISHED"} and frame["reason"].isna().all()
+    assert (frame["acceptance_length"] >= 1).all() and (frame["acceptance_length"] <= frame["block_size"]).all()
+    assert (frame[["speedup", "draft_ms", "verify_ms", "target_ms", "train_seconds", "supervised_tokens"]] > 0).all().all()
+    assert (frame["divergences"] == 0).all()  # float32
+    for name in ("acceptance.png", "survival.png", "training.png"):
+        assert (out / name).stat().st_size > 5_000
+    for row in frame.itertuples():
+        draft, info = checkpoint.load(Path(row.checkpoint))
+        assert draft.spec.block_size == row.block_size == info.run.draft.block_size
+
+    runs = runs_of(client)
+    parent = runs.pop(f"sweep_block_size {out.name}")
+    assert sorted(runs) == ["block_size_2", "block_size_4"]
+    assert parent.data.params["sweep.draft.block_size"] == "[2, 4]" and "draft.block_size" not in parent.data.params
+    assert {path.path for path in client.list_artifacts(parent.info.run_id)} >= {"results.csv", "acceptance.png"}
+    for row in frame.itertuples():
+        run = runs[row.trial]
+        assert (run.info.run_id, run.data.tags["mlflow.parentRunId"]) == (row.mlflow_run_id, parent.info.run_id)
+        assert run.data.params["draft.block_size"] == str(row.block_size)
+        assert run.data.metrics["acceptance_length"] == pytest.approx(row.acceptance_length)
+        steps = [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")]
+        assert {6, 12} <= set(steps)
+        assert len(run.outputs.model_outputs) == 1
+        assert {data.dataset.name for data in run.inputs.dataset_inputs} == {"corpus", "prompts"}
+    assert {run.info.status for run in (parent, *runs.values())} == {"FINISHED"}
+
+    assert "block_size_2: step 12/12" in said and "fastest: block_size_" in said
+    assert said.splitlines()[-1].endswith(f"mlflow ui --backend-store-uri {client.tracking_uri}")
+
+    # Resumed when all is done: nothing is trained or decoded again.
+    assert sweep_block_size.main(["--resume", str(out)]) == 0
+    assert "starting Ray" not in capsys.readouterr().out
+    pd.testing.assert_frame_equal(pd.read_csv(out / "results.csv"), frame)
+    assert {run.info.status for run in runs_of(client).values()} == {"FINISHED"}
+
+
+def test_a_run_goes_on_after_sigkill_and_after_sigterm_and_leaves_none_running(tmp_path, tracked):
+    override, client = tracked
+    out = tmp_path / "out"
+    script = [sys.executable, str(ROOT / "experiments" / "train.py")]
+    begin = [*TINY, override, "--out", str(out), "train.steps=200", "train.eval_every=10"]
+
+    # SIGKILL: nothing can be put away; the next start finds it.
+    driver = until_step(20, [*script, *begin])
+    driver.kill()
+    driver.communicate(timeout=60)
+    assert {run.info.status for run in runs_of(client).values()} == {"RUNNING"}
+
+    # SIGTERM: all is put away, and how to go on is told.
+    driver = until_step(60, [*script, "--resume", str(out)])
+    driver.send_signal(signal.SIGTERM)
+    said, _ = driver.communicate(timeout=60)
+    assert driver.returncode == 130
+    assert f"go on with --resume {out}" in said and "Traceback" not in said
+    assert {run.info.status for run in runs_of(client).values()} == {"KILLED"}
+    assert not Path(f"/tmp/draftlab-ray-{driver.pid}").exists()
+    assert steps_of(out)[-1] < 200
+
+    assert train_script.main(["--resume", str(out)]) == 0
+    runs = runs_of(client)
+    assert {run.info.status for run in runs.values()} == {"FINISHED"} and len(runs) == 2
+    steps = steps_of(out)
+    assert steps[-1] == 200
+    # Both restarts went on from the last checkpoint: what came after it is all that was done twice.
+    assert sum(later <= earlier for earlier, later in zip(steps, steps[1:])) <= 2
+    assert all(later - earlier > -20 for earlier, later in zip(steps, steps[1:]))
+    frame = pd.read_csv(out / "results.csv")
+    assert list(frame["status"]) == ["FINISHED"] and frame.loc[0, "acceptance_length"] >= 1
+
+
+def until_step(step, command):
+    """Start a script and read until its training has come to a step."""
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+    said = []
+    for line in driver.stdout:
+        said.append(line)
+        if (found := re.search(r"step (\d+)/", line)) and int(found[1]) >= step:
+            return driver
+    raise AssertionError(f"step {step} never came:\n{''.join(said)}")
+
+
+def steps_of(out):
+    lines = (out / "trials" / "draft" / "reports.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["train.stepz=5"], "unknown key 'stepz'"),
+        (["train.steps=many"], "train.steps: input should be a valid integer"),
+        (["--block-sizes", "4,1"], "draft.block_size: input should be greater than or equal to 2, got 1"),
+        (["--block-sizes", "4,x"], "--block-sizes: expected whole numbers"),
+        (["--block-sizes", "4,8,4"], "draft.block_size=4 would be tried twice"),
+        (["draft.target_layer_ids=[1,99]"], "99"),
+        (["draft.target_layer_ids=[3]"], "last layer"),
+        (["train.workers=4"], "4 workers need as many cores, there are 2"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (["--out", str(ROOT / "tests")], "is there already"),
+        (["tracking.uri=http://127.0.0.1:9"], "tracking.uri"),
+        (["corpus.source=nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_a_bad_input_is_one_line_and_exit_code_2_before_anything_is_written(
+    arguments, complaint, tmp_path, tracked, capsys
+):
+    override, client = tracked
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(lambda _: sweep_block_size.main([*TINY, override, "--out", str(out), *arguments]))
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert complaint in error and error.startswith("error: ") and error.count("\n") == 1
+    assert not out.exists()
+    assert client.get_experiment_by_name("draftlab") is None or not runs_of(client)
+
+
+@pytest.mark.parametrize("script", [sweep_block_size, train_script])
+def test_resume_wants_a_sweep_and_nothing_else(script, tmp_path):
+    with pytest.raises(UserError, match="no sweep there"):
+        script.main(["--resume", str(tmp_path)])
+    with pytest.raises(UserError, match="expected no --out and no overrides"):
+        script.main(["--resume", str(tmp_path), "train.steps=3"])
+    (tmp_path / "sweep.yaml").write_text("base: {train: {stepz: 3}}")
+    with pytest.raises(UserError, match="sweep.yaml is damaged"):
+        script.main(["--resume", str(tmp_path)])
+
+
+def test_a_sweep_is_worked_on_by_one_process_at_a_time(tmp_path):
+    with sweep._alone(tmp_path):
+        with pytest.raises(UserError, match="another process"):
+            with sweep._alone(tmp_path):
+                pass
+    with sweep._alone(tmp_path):
+        pass
+
+
+def test_trials_are_all_combinations_with_names_fit_for_folders(tiny_run):
+    runs = sweep.trials(tiny_run, {"draft.block_size": [2, 8], "train.lr": [1e-3, 0.5]})
+    assert list(runs) == [
+        "block_size_2-lr_0_001", "block_size_2-lr_0_5", "block_size_8-lr_0_001", "block_size_8-lr_0_5",
+    ]  # fmt: skip
+    assert (runs["block_size_8-lr_0_5"].draft.block_size, runs["block_size_8-lr_0_5"].train.lr) == (8, 0.5)
+    assert sweep.trials(tiny_run, {}) == {"draft": tiny_run}
+
+
+def test_paths_are_kept_absolute(tiny_run, tmp_path, monkeypatch):
+    (tmp_path / "corpus.jsonl").touch()
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = sweep._anchor(tiny_run.replace({"corpus.source": "corpus.jsonl"}))
+    assert run.corpus.source == str(tmp_path / "corpus.jsonl")
+    assert run.target.model == "tiny"  # a name, whatever lies here
