@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "command": shlex.join(["python", "experiments/build_corpus.py", *(sys.argv[1:] if argv is None else argv)]),
             "prompts": args.prompts,
             **corpus.recipe(writer, run.corpus, run.seed),
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "versions": {"torch": str(torch.__version__), "transformers": transformers.__version__},
             "threads": torch.get_num_threads(),
         }
         rows = corpus.write_corpus(writer, prompts, run.corpus, run.seed, say)

@@ -76,7 +76,7 @@ def serve(uri, folder):
         server.wait(20)
 
 
-def _wait_for(url, server, log, seconds=90):
+def _wait_for(url, server, log, seconds=180):
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.poll() is None:
         try:

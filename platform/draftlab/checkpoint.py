@@ -175,19 +175,22 @@ def _rope(data: dict[str, Any], where: str) -> dict[str, Any]:
     return {**rope, "rope_theta": theta.pop()}
 
 
-def save(folder: Path, draft: Draft, run: Run, target: dict[str, Any]) -> None:
+def save(
+    folder: Path, draft: Draft, run: Run, target: dict[str, Any], origin: dict[str, Any] | None = None
+) -> None:
     """Write a draft: float32 master weights, its config, the resolved run and where it came from.
 
     Args:
         folder: made if needed.
         target: {"name", "revision", "fingerprint"} of the frozen target.
+        origin: `provenance()` of the process that the user started; None is this one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in draft.state_dict().items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     _write_json(folder / CONFIG, spec_to_json(draft.spec, "float32"))
     (folder / RUN).write_text(run.to_yaml(), encoding="utf-8")
-    _write_json(folder / PROVENANCE, {"target": target, **provenance()})
+    _write_json(folder / PROVENANCE, {"target": target, **(origin or provenance())})
 
 
 def load(folder: Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> tuple[Draft, CheckpointInfo]:

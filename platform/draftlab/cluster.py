@@ -8,14 +8,16 @@ trial again continues it from its last checkpoint.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import logging
 import math
 import os
 import shutil
 import signal
+import tempfile
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,6 +42,7 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AIR_NEW_OUTPUT": "0",  # prints tables whatever the verbosity
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # a report waits for the controller's next look, 2 s by default
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "180",  # a busy machine is slow to import torch
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process of 107 MB per trial
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
@@ -67,8 +70,16 @@ class Watch(Protocol):
 
 
 @dataclass(frozen=True)
+class Node:
+    """A machine."""
+
+    cpus: int
+    gpus: float = 0.0
+
+
+@dataclass(frozen=True)
 class Shares:
-    """How a machine or a cluster is divided among the trials of a sweep."""
+    """How the machines are divided among the trials of a sweep."""
 
     concurrent: int
     """Trials at once."""
@@ -78,31 +89,34 @@ class Shares:
     """GPUs of one worker."""
 
 
-def share(run: Run, trials: int, cpus: int, gpus: float) -> Shares:
-    """Divide cores and GPUs among the workers that run at once.
+def share(run: Run, trials: int, nodes: Sequence[Node]) -> Shares:
+    """Divide cores and GPUs among the workers that run at once, so that all of them find their place.
 
     Args:
         run: its workers, `cluster.max_concurrent` and `cluster.gpus_per_worker`.
         trials: how many there are to run.
-        cpus: cores there are.
-        gpus: GPUs there are.
+        nodes: the machines there are.
 
     Raises:
         UserError: not even one trial fits.
     """
-    workers = run.train.workers
-    per_worker = run.cluster.gpus_per_worker
-    if per_worker == "auto":
-        per_worker = 1.0 if gpus and not run.target.device.startswith("cpu") else 0.0
-    if workers > cpus:
-        raise UserError(f"train.workers: {workers} workers need as many cores, there are {cpus}")
-    if per_worker * workers > gpus:
-        raise UserError(f"train.workers: {workers} workers with {per_worker:g} GPUs each, there are {gpus:g}")
-    fit = [cpus // workers, run.cluster.max_concurrent, max(1, trials)]
-    if per_worker:
-        fit.append(int(gpus / (per_worker * workers)))
-    concurrent = min(fit)
-    return Shares(concurrent, cpus // (concurrent * workers), per_worker)
+    workers, gpus = run.train.workers, run.cluster.gpus_per_worker
+    if gpus == "auto":
+        gpus = float(any(node.gpus for node in nodes) and not run.target.device.startswith("cpu"))
+
+    def places(cpus: int) -> int:
+        """Workers that fit if each gets this many cores."""
+        return sum(min(node.cpus // cpus, int(node.gpus / gpus) if gpus else node.cpus) for node in nodes)
+
+    concurrent = min(places(1) // workers, run.cluster.max_concurrent, trials)
+    if concurrent < 1:
+        raise UserError(
+            f"train.workers: {workers} workers with a core{f' and {gpus:g} GPUs' if gpus else ''} each don't fit, "
+            f"there are {sum(node.cpus for node in nodes)} cores and {sum(node.gpus for node in nodes):g} GPUs"
+        )
+    most = max(node.cpus for node in nodes)
+    cpus = next(cpus for cpus in range(most, 0, -1) if places(cpus) >= concurrent * workers)
+    return Shares(concurrent, cpus, gpus)
 
 
 def check(run: Run, trials: int) -> None:
@@ -112,7 +126,7 @@ def check(run: Run, trials: int) -> None:
         UserError: as `share`.
     """
     if run.cluster.address == "local":
-        share(run, trials, run.cluster.cpus or cores(), torch.cuda.device_count())
+        share(run, trials, [Node(run.cluster.cpus or cores(), torch.cuda.device_count())])
 
 
 def cores() -> int:
@@ -141,15 +155,15 @@ def run_trials(runs: Mapping[str, Run], prepared: Prepared, folder: Path, watch:
     """
     folder = folder.resolve()  # workers run elsewhere
     widest = max(runs.values(), key=lambda run: run.train.workers)
-    with _ray(widest.cluster) as resources:
-        shares = share(widest, len(runs), int(resources.get("CPU", 0)), resources.get("GPU", 0.0))
+    with _ray(widest.cluster) as nodes:
+        shares = share(widest, len(runs), nodes)
         tune_state = folder / "ray" / "tune"
         shutil.rmtree(tune_state, ignore_errors=True)  # of an interrupted sweep; Train's state is what continues
         launch = functools.partial(_launch, runs=dict(runs), prepared=prepared, folder=folder, shares=shares)
-        # A trial's own bundle holds no core: two trials with a core each would leave none for their workers.
-        slot = {"trial_slot": 1} if "trial_slot" in resources else {"CPU": 0.01}
+        # Where a trial itself runs; not a core, or two trials with a core each could leave none for their workers.
+        place = tune.PlacementGroupFactory([{"node:__internal_head__": 0.001}])
         tune.Tuner(
-            tune.with_resources(launch, tune.PlacementGroupFactory([slot])),
+            tune.with_resources(launch, place),
             param_space={"trial": tune.grid_search(list(runs))},
             tune_config=tune.TuneConfig(
                 max_concurrent_trials=shares.concurrent,
@@ -167,15 +181,17 @@ def best_checkpoint(folder: Path, name: str) -> tuple[Path, int, dict[str, float
     """A trial's best checkpoint: its folder, its step, and the metrics reported with it; None if there is none."""
     try:
         kept = ray.train.Result.from_path(str(folder.resolve() / "ray" / name)).best_checkpoints
-    except RuntimeError:  # the trial never got as far as a checkpoint
+    except RuntimeError:  # Ray Train has written nothing there
+        return None
+    if not kept:
         return None
     checkpoint, report = max(kept, key=lambda item: item[1]["metrics"].get(SCORE, -math.inf))
     return Path(checkpoint.path), report["step"], report["metrics"]
 
 
 @contextlib.contextmanager
-def _ray(config: ClusterConfig) -> Iterator[dict[str, float]]:
-    """Ray from here to there; yields its resources."""
+def _ray(config: ClusterConfig) -> Iterator[list[Node]]:
+    """Ray, up and running; yields its machines."""
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # prints the tracebacks that the trials' files have
@@ -184,16 +200,14 @@ def _ray(config: ClusterConfig) -> Iterator[dict[str, float]]:
         "logging_level": "ERROR",
         "logging_config": ray.LoggingConfig(log_level="ERROR"),
     }
-    session = TEMP / f"draftlab-ray-{os.getpid()}"
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    try:
-        if config.address == "local":
-            _remove_sessions_of_the_dead()
-            cpus = config.cpus or cores()
+    with contextlib.ExitStack() as stack:
+        session = stack.enter_context(_session()) if config.address == "local" else None
+        stack.callback(ray.shutdown)
+        if session:
             ray.init(
                 address="local",
-                num_cpus=cpus,
-                resources={"trial_slot": cpus},
+                num_cpus=config.cpus or cores(),
                 object_store_memory=200_000_000,
                 include_dashboard=False,
                 _temp_dir=str(session),
@@ -205,18 +219,24 @@ def _ray(config: ClusterConfig) -> Iterator[dict[str, float]]:
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise UserError(f"cluster.address: no Ray cluster at {config.address!r} ({error})") from error
         signal.signal(signal.SIGTERM, on_sigterm)  # ray.init sets its own, which exits at once
-        yield ray.cluster_resources()
-    finally:
-        ray.shutdown()
-        shutil.rmtree(session, ignore_errors=True)
+        found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        yield [Node(int(each.get("CPU", 0)), each.get("GPU", 0.0)) for each in found]
 
 
-def _remove_sessions_of_the_dead() -> None:
-    """Delete what killed drivers left: Ray's session folders take 50 MB and more each."""
-    for folder in TEMP.glob("draftlab-ray-*"):
-        with contextlib.suppress(ValueError):
-            if not Path("/proc", str(int(folder.name.rpartition("-")[2]))).exists():
-                shutil.rmtree(folder, ignore_errors=True)
+@contextlib.contextmanager
+def _session() -> Iterator[Path]:
+    """A folder for Ray's session, 50 MB and more, removed afterwards; so are those of drivers that were killed."""
+    for left in TEMP.glob("draftlab-ray-*"):
+        with contextlib.suppress(OSError), (left / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held for as long as its driver lives
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="draftlab-ray-", dir=TEMP))
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _trial_name(trial: Any) -> str:

@@ -108,7 +108,7 @@ class LossConfig(Section):
     gamma: Annotated[float, Field(gt=0, allow_inf_nan=True)] | Literal["tied"] = "tied"
     """Decay length in tokens: slot k weighs exp(-(k-1)/gamma); .inf is no decay; `tied` follows block_size as
     published (16: 7, 10: 5, 8: 4), and block_size / 2 elsewhere."""
-    chunk_rows: Annotated[int, Field(ge=1)] = 128
+    chunk_rows: Annotated[int, Field(ge=1)] = 256
     """Slots whose logits exist at once."""
 
 

@@ -35,8 +35,8 @@ from draftlab.target import Target, cache_root, made_once
 PACKAGED = Path(__file__).resolve().parent / "data" / "smollm2_self.jsonl.gz"
 """Written by the packaged target with experiments/build_corpus.py; the recipe is in the .yaml beside it."""
 
-PROMPT_CHARACTERS = 12
-"""A shorter self-written prompt asks for nothing."""
+PROMPT_WORDS, PROMPT_CHARACTERS = 4, 12
+"""A shorter self-written prompt asks for nothing; characters count where words aren't spaced."""
 
 Say = Callable[..., None]
 Message = dict  # {"role": str, "content": str}
@@ -190,6 +190,7 @@ def write_file(path: Path, rows: Iterable[dict], recipe: dict) -> int:
         UserError: the place can't be written.
     """
     part = path.with_name(f".{path.name}.part")
+    head = yaml.safe_dump(recipe, sort_keys=False)  # first of all: nothing may fail after hours of writing
     counts = {"conversations": 0, "tokens": 0, "supervised_tokens": 0, "unfinished": 0}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,7 +205,9 @@ def write_file(path: Path, rows: Iterable[dict], recipe: dict) -> int:
                 counts["unfinished"] += not row["finished"]
             if file is not raw:
                 file.close()
-        recipe_path(path).write_text(yaml.safe_dump({**recipe, **counts}, sort_keys=False), encoding="utf-8")
+        note = recipe_path(part)
+        note.write_text(head + yaml.safe_dump(counts, sort_keys=False), encoding="utf-8")
+        os.replace(note, recipe_path(path))
         os.replace(part, path)
     except OSError as error:
         raise UserError(f"corpus {path}: can't be written ({error.strerror})") from error
@@ -516,7 +519,9 @@ def _usable(target: Target, ids: list[int]) -> str | None:
         return None
     text = target.tokenizer.decode(ids[:-1]).strip()
     special = any(token in text for token in target.tokenizer.all_special_tokens)
-    return None if len(text) < PROMPT_CHARACTERS or special or "\ufffd" in text else text
+    words = len(text.split())
+    short = len(text) < PROMPT_CHARACTERS if words == 1 else words < PROMPT_WORDS
+    return None if short or special or "\ufffd" in text else text
 
 
 def generate(
@@ -611,7 +616,7 @@ def _continue(
             break
         ids, positions = tokens[:, None], positions[:, -1:] + 1
         # Finished rows leave an eighth of the batch at a time; rows from the end fill the holes.
-        if 8 * ended.sum() >= len(ended):
+        if ended.sum() >= max(1, len(ended) // 8):
             going = (~ended).nonzero()[:, 0]
             index = torch.arange(len(going))
             index[ended[: len(going)]] = going[going >= len(going)]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+SOFTMAX_ROWS = 32
+"""Rows of float32 probabilities at once: 16 to 64 ran equally fast for a vocabulary of 49,152, 256 four times slower."""
+
 
 class _HeadCrossEntropy(torch.autograd.Function):
     """Cross-entropy through a frozen head, a few rows at a time.
 
     The head gets no gradient, so the gradient of the rows is known as soon as their logits are: both of the
-    head's products are done in the forward pass, and no more than `chunk` rows of logits ever exist.
+    head's products are done in the forward pass, and no more than `chunk` rows of logits ever exist. The products
+    want many rows at once, the softmax few, so that its float32 values stay in the processor's cache.
     """
 
     @staticmethod
@@ -19,20 +23,12 @@ class _HeadCrossEntropy(torch.autograd.Function):
         gradient = torch.empty_like(hidden)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
-            logits = (hidden[rows] @ head.T).float()
-            if softcap is not None:
-                logits = softcap * torch.tanh(logits / softcap)
-                slope = 1 - (logits / softcap) ** 2
-            picked = logits.gather(1, labels[rows, None]).squeeze(1)
-            normaliser = torch.logsumexp(logits, dim=1)
-            total += (weights[rows] * (normaliser - picked)).sum()
-            # From here `logits` becomes the gradient by the logits, in place: w (softmax - onehot).
-            logits.sub_(normaliser[:, None]).exp_()
-            logits[torch.arange(len(picked)), labels[rows]] -= 1.0
-            logits.mul_(weights[rows, None])
-            if softcap is not None:
-                logits.mul_(slope)
-            gradient[rows] = logits.to(head.dtype) @ head
+            logits = hidden[rows] @ head.T
+            for piece in range(0, len(logits), SOFTMAX_ROWS):
+                part = slice(piece, piece + SOFTMAX_ROWS)
+                z, label, weight = logits[part], labels[rows][part, None], weights[rows][part, None]
+                total += (weight * _differentiate(z, label, weight, softcap)).sum()
+            gradient[rows] = logits @ head
         ctx.save_for_backward(gradient)
         return total
 
@@ -42,8 +38,22 @@ class _HeadCrossEntropy(torch.autograd.Function):
         return gradient * upstream.to(gradient.dtype), None, None, None, None, None
 
 
+def _differentiate(logits: Tensor, labels: Tensor, weights: Tensor, softcap: float | None) -> Tensor:
+    """Cross-entropy (R, 1) of logits (R, V), which become their own gradient: w (softmax - onehot)."""
+    capped = logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)
+    top, best = capped.max(dim=1, keepdim=True)
+    picked = capped.gather(1, labels).float()
+    probabilities = capped.softmax(dim=1, dtype=torch.float32)
+    loss = top.float() - probabilities.gather(1, best).log() - picked
+    probabilities.scatter_add_(1, labels, torch.full_like(picked, -1.0)).mul_(weights)
+    if softcap is not None:
+        probabilities.mul_(1 - (capped / softcap) ** 2)
+    logits.copy_(probabilities)
+    return loss
+
+
 def cross_entropy(
-    hidden: Tensor, labels: Tensor, weights: Tensor, head: Tensor, *, softcap: float | None = None, chunk: int = 128
+    hidden: Tensor, labels: Tensor, weights: Tensor, head: Tensor, *, softcap: float | None = None, chunk: int = 256
 ) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropy of hidden states through a frozen head.
 

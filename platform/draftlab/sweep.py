@@ -167,6 +167,9 @@ class _Sweep:
         """Train what isn't trained, evaluate what isn't evaluated, report."""
         self.prepared = prepared
         try:
+            for name in self.runs:
+                if self._status(name) == TRAINED:  # in an earlier process
+                    self._start_run(name)
             todo = {name: run for name, run in self.runs.items() if self._status(name) not in (TRAINED, FINISHED)}
             if todo:
                 self.say(f"{len(todo)} of {len(self.runs)} trials to train; starting Ray", doing="starting Ray")
@@ -185,18 +188,21 @@ class _Sweep:
     # What the cluster tells (cluster.Watch)
 
     def started(self, name: str) -> None:
-        run, number = self.runs[name], list(self.runs).index(name) + 1
-        run_id = self.store.start_run(
-            name,
-            key=f"{self.plan.key}/{name}",
-            parent=self.plan.mlflow_run_id,
-            params=run.flat(),
-            tags={"draftlab.experiment": self.plan.experiment, "draftlab.trial": name},
-        )
+        run_id = self._start_run(name)
         data = self.prepared.corpus
         self.store.log_dataset(run_id, "corpus", data["fingerprint"], data["source"], "training")
         self._write_state(name, status=RUNNING, run_id=run_id, reason=None)
+        number = list(self.runs).index(name) + 1
         self.say(f"{name}: trial {number} of {len(self.runs)} starts", doing=f"starting the workers of {name}")
+
+    def _start_run(self, name: str) -> str:
+        return self.store.start_run(
+            name,
+            key=f"{self.plan.key}/{name}",
+            parent=self.plan.mlflow_run_id,
+            params=self.runs[name].flat(),
+            tags={"draftlab.experiment": self.plan.experiment, "draftlab.trial": name},
+        )
 
     def reported(self, name: str, step: int, metrics: dict[str, float]) -> None:
         with (self._trial(name) / "reports.jsonl").open("a", encoding="utf-8") as file:
@@ -222,7 +228,7 @@ class _Sweep:
         if failure is not None:
             self._write_state(name, status=FAILED, reason=failure)
             self.store.end_run(self._run_id(name), FAILED, failure)
-            self.say(f"{name}: FAILED, {failure} (see {self._trial(name) / 'traceback.txt'})")
+            self.say(f"{name}: FAILED, {failure} (see {self._trial(name)})")
             return
         source, step, metrics = best
         draft = self._trial(name) / "draft"

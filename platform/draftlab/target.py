@@ -107,7 +107,7 @@ class Target:
         revision: the hub commit, or the checksum of a packaged file; None for a folder.
         fingerprint: 12 hex digits of configuration, precision and weights.
         eos_token_ids: every id that ends a text.
-        mask_token_id: an id that the tokenizer never produces (see `choose_mask_token`).
+        mask_token_id: an id that texts don't contain (see `choose_mask_token`).
     """
 
     def __init__(
@@ -324,7 +324,7 @@ def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...
 
 
 def choose_mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
-    """An existing id that stands for MASK in a block: one that no text and no chat template produces.
+    """An existing id that stands for MASK in a block: one that neither ordinary text nor a chat contains.
 
     In this order: a mask token; a reserved, unused or extra one; an id that the embedding has and the tokenizer
     doesn't (padding rows); any other special token, or a vocabulary entry that the tokenizer never makes out of text.

@@ -63,9 +63,6 @@ PARAM_LIMIT, TAG_LIMIT = 6000, 8000
 METRICS_AT_ONCE, PARAMS_AT_ONCE = 1000, 100
 """What one request may carry."""
 
-EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
-"""Lets the UI open with runs and metrics, and not with the traces of an application."""
-
 
 class Store:
     """A tracking store, opened and ready; picklable, so that Ray's processes can use it.
@@ -105,7 +102,8 @@ class Store:
     def ui_command(self) -> str:
         """What to type (or, for a server, where to look) to see the runs."""
         if self.uri.startswith("http"):
-            return f"{_public(self.uri).rstrip('/')}/#/experiments/{self.experiment_id}"
+            page = f"#/experiments/{self.experiment_id}/runs?workflowType=machine_learning"  # else it opens on traces
+            return f"{_public(self.uri).rstrip('/')}/{page}"
         return f"mlflow ui --backend-store-uri {shlex.quote(_public(self.uri))}"
 
     def start_run(
@@ -381,7 +379,7 @@ def _open(uri: str, experiment: str, folder: Path) -> str:
     found = client.get_experiment_by_name(experiment)
     if found is None:
         try:
-            return client.create_experiment(experiment, artifact_location=location, tags=EXPERIMENT_TAGS)
+            return client.create_experiment(experiment, artifact_location=location)
         except MlflowException:  # another process was faster
             found = client.get_experiment_by_name(experiment)
             if found is None:

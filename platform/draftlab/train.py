@@ -49,6 +49,8 @@ class Prepared:
     heldout_rows: tuple[int, ...]
     store: str | None
     """Folder of the stored features; None when the target runs in the loop."""
+    provenance: dict[str, Any]
+    """Versions, git state and command of the driver: a Ray worker's own command says nothing."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,9 @@ def prepare(runs: dict[str, Run], say: Callable[..., None]) -> Prepared:
     if any(run.draft.init == "target_layers" for run in runs.values()):
         check_layers(target)
     corpus = load_corpus(first.corpus, target, first.seed, say)
+    for purpose, rows in (("train on", corpus.train), ("hold out", corpus.heldout)):
+        if not any(corpus.rows[i].supervised[1:].any() for i in rows):
+            raise UserError(f"corpus {corpus.source}: no row to {purpose} has a supervised token after its first")
     store = None
     if first.features.mode == "stored":
         store = str(features.build(target, corpus, tuple(sorted(layers)), first.features, say))
@@ -104,6 +109,7 @@ def prepare(runs: dict[str, Run], say: Callable[..., None]) -> Prepared:
         train_rows=tuple(corpus.train),
         heldout_rows=tuple(corpus.heldout),
         store=store,
+        provenance=checkpoint.provenance(),
     )
 
 
@@ -192,6 +198,8 @@ class _Loop:
         self.main = rank == 0
         target = load_target(run.target)
         self.device = target.device
+        if run.draft.attention == "flex" and self.device.type == "cpu":
+            raise UserError("draft.attention=flex: can't be trained on a CPU, expected auto, split or dense")
         spec = adapt(target.config, run.draft, target.mask_token_id)
         self.data = self._open(target, spec)
         self.draft = Draft(spec, run.draft.attention)
@@ -358,7 +366,7 @@ class _Loop:
             return None
         folder = self.workdir / f"step_{self.step:06d}"
         shutil.rmtree(folder, ignore_errors=True)
-        checkpoint.save(folder / "draft", self.draft, self.run, self.prepared.target)
+        checkpoint.save(folder / "draft", self.draft, self.run, self.prepared.target, self.prepared.provenance)
         state = {
             "step": self.step,
             "seconds": self.seconds,

@@ -21,7 +21,7 @@ from draftlab.draft import Draft, adapt
 from draftlab.metrics import call_times
 from draftlab.target import load_target
 
-QUESTIONS = ("Why is the sky blue?", "Name three rivers of Europe.", "Write a short poem about a llama.", "What is a prime?")
+QUESTIONS = ("Why is the sky blue?", "Write a short poem about a llama.")
 TOKENS, REPEATS, ALLOWED = 32, 4, 1.05
 
 

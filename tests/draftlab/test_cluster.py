@@ -1,12 +1,13 @@
 """Real Ray, the tiny target, all trials in one session: Ray's start and a trial's start cost more than the training."""
 
-import os
-import threading
+from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
-from draftlab import cluster, train
+from draftlab import cluster, config, train
+from draftlab.cluster import Node
 from draftlab.errors import UserError
 
 
@@ -18,6 +19,7 @@ class Log:
 
     def started(self, name):
         self.order.append(name)
+        self.session = Path(ray.worker.global_worker.node.get_temp_dir_path())
 
     def reported(self, name, step, metrics):
         self.curves.setdefault(name, {})[step] = metrics
@@ -38,8 +40,6 @@ class Log:
 @pytest.fixture(scope="module")
 def session(tmp_path_factory):
     """Four trials on Ray: with one worker, with two, one whose loss explodes, and one whose worker is killed."""
-    from draftlab import config
-
     folder = tmp_path_factory.mktemp("sweep")
     run = config.load(config.CONFIGS / "tiny.yaml").replace({"cluster.cpus": 2, "train.eval_every": 4})
     runs = {
@@ -50,13 +50,12 @@ def session(tmp_path_factory):
     }
     prepared = train.prepare(runs, lambda *_, **__: None)
     log = Log(kill="killed")
-    threads = threading.active_count()
     cluster.run_trials(runs, prepared, folder, log)
-    return folder, runs, log, prepared, threads
+    return folder, runs, log, prepared
 
 
 def test_one_and_two_workers_have_the_same_loss_curve(session):
-    _, runs, log, _, _ = session
+    _, runs, log, _ = session
     one, two = log.curves["one"], log.curves["two"]
     assert sorted(one) == sorted(two) == [4, 8, 12]
     for step in one:
@@ -65,7 +64,7 @@ def test_one_and_two_workers_have_the_same_loss_curve(session):
 
 
 def test_a_ray_train_worker_trains_as_the_loop_alone_does(session, tmp_path):
-    _, runs, log, prepared, _ = session
+    _, runs, log, prepared = session
     alone = {}
 
     def keep(report):
@@ -77,7 +76,7 @@ def test_a_ray_train_worker_trains_as_the_loop_alone_does(session, tmp_path):
 
 
 def test_a_trial_that_fails_tells_why_and_stops_no_other(session):
-    folder, runs, log, _, _ = session
+    folder, runs, log, _ = session
     assert log.order == list(runs)
     assert [log.ends[name] for name in ("one", "two", "killed")] == [None] * 3
     assert "loss" in log.ends["explodes"] and log.ends["explodes"].startswith("FloatingPointError")
@@ -87,14 +86,14 @@ def test_a_trial_that_fails_tells_why_and_stops_no_other(session):
 
 
 def test_a_killed_worker_is_replaced_and_its_trial_goes_on(session):
-    folder, runs, log, _, _ = session
+    folder, runs, log, _ = session
     assert "worker 0 died" in log.restarts["killed"]
     assert max(log.curves["killed"]) == runs["killed"].train.steps
     assert not (folder / "trials" / "killed" / "traceback.txt").exists()
 
 
 def test_the_last_and_the_best_checkpoint_are_kept(session):
-    folder, runs, log, _, _ = session
+    folder, runs, log, _ = session
     for name in ("one", "two", "killed"):
         path, step, metrics = cluster.best_checkpoint(folder, name)
         scores = {step: metrics[cluster.SCORE] for step, metrics in log.curves[name].items()}
@@ -109,40 +108,51 @@ def test_a_trial_without_a_checkpoint_has_no_best_one(session):
 
 
 def test_ray_leaves_nothing_behind(session):
-    assert not (cluster.TEMP / f"draftlab-ray-{os.getpid()}").exists()
+    used = session[2].session
+    assert used.name.startswith("draftlab-ray-") and not used.exists()
     left = [p.name() for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
     assert not [name for name in left if "ray" in name.lower()]
 
 
 def test_the_cores_are_shared_among_the_workers_that_run_at_once(tiny_run):
     run = tiny_run.replace({"cluster.max_concurrent": 3, "train.workers": 2})
-    assert cluster.share(run, trials=5, cpus=16, gpus=0) == cluster.Shares(concurrent=3, cpus=2, gpus=0)
-    assert cluster.share(run, trials=2, cpus=16, gpus=0) == cluster.Shares(concurrent=2, cpus=4, gpus=0)
-    assert cluster.share(run, trials=5, cpus=2, gpus=0) == cluster.Shares(concurrent=1, cpus=1, gpus=0)
+    assert cluster.share(run, 5, [Node(16)]) == cluster.Shares(concurrent=3, cpus=2, gpus=0)
+    assert cluster.share(run, 2, [Node(16)]) == cluster.Shares(concurrent=2, cpus=4, gpus=0)
+    assert cluster.share(run, 5, [Node(2)]) == cluster.Shares(concurrent=1, cpus=1, gpus=0)
+
+
+def test_a_worker_never_gets_more_cores_than_its_machine_has(tiny_run):
+    run = tiny_run.replace({"train.workers": 3})
+    assert cluster.share(run, 1, [Node(16)] * 4) == cluster.Shares(concurrent=1, cpus=16, gpus=0)
+    two = run.replace({"cluster.max_concurrent": 2})  # 64 // 6 = 10 cores would place 4 workers, not 6
+    assert cluster.share(two, 2, [Node(16)] * 4) == cluster.Shares(concurrent=2, cpus=8, gpus=0)
 
 
 def test_a_worker_gets_a_gpu_where_there_are_some_and_the_target_may_use_them(tiny_run):
     run = tiny_run.replace({"cluster.max_concurrent": 8, "train.workers": 2})
-    assert cluster.share(run, trials=8, cpus=64, gpus=8) == cluster.Shares(concurrent=4, cpus=8, gpus=1)
+    assert cluster.share(run, 8, [Node(64, 8), Node(64)]) == cluster.Shares(concurrent=4, cpus=8, gpus=1)
     half = run.replace({"cluster.gpus_per_worker": 0.5})
-    assert cluster.share(half, trials=8, cpus=64, gpus=2) == cluster.Shares(concurrent=2, cpus=16, gpus=0.5)
+    assert cluster.share(half, 8, [Node(64, 2)]) == cluster.Shares(concurrent=2, cpus=16, gpus=0.5)
     on_cpu = run.replace({"target.device": "cpu"})
-    assert cluster.share(on_cpu, trials=8, cpus=64, gpus=8).gpus == 0
+    assert cluster.share(on_cpu, 8, [Node(64, 8)]) == cluster.Shares(concurrent=8, cpus=4, gpus=0)
 
 
 @pytest.mark.parametrize(
-    "changes, cpus, gpus, complaint",
-    [({"train.workers": 4}, 2, 0, "4 workers need as many cores"), ({"train.workers": 2}, 8, 1, "2 workers with 1 GPU")],
+    "workers, node, complaint",
+    [(4, Node(2), "4 workers with a core each don't fit, there are 2 cores"), (2, Node(8, 1), "a core and 1 GPUs each")],
 )
-def test_a_machine_that_is_too_small_is_refused(tiny_run, changes, cpus, gpus, complaint):
+def test_a_machine_that_is_too_small_is_refused(tiny_run, workers, node, complaint):
     with pytest.raises(UserError, match=complaint):
-        cluster.share(tiny_run.replace(changes), 1, cpus, gpus)
+        cluster.share(tiny_run.replace({"train.workers": workers}), 1, [node])
 
 
-def test_sessions_of_dead_drivers_are_removed(tmp_path, monkeypatch):
+def test_session_folders_of_killed_drivers_are_removed_and_those_in_use_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "TEMP", tmp_path)
-    dead, alive, other = (tmp_path / f"draftlab-ray-{end}" for end in (2**22 + 1, os.getpid(), "x"))
-    for folder in (dead, alive, other):
-        folder.mkdir()
-    cluster._remove_sessions_of_the_dead()
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([alive.name, other.name])
+    left = tmp_path / "draftlab-ray-left"
+    left.mkdir()
+    (left / "lock").touch()
+    with cluster._session() as first:
+        assert not left.exists()
+        with cluster._session() as second:
+            assert first.is_dir() and second.is_dir() and first != second
+    assert not list(tmp_path.iterdir())

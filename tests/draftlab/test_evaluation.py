@@ -1,19 +1,23 @@
 """Evaluation on the tiny target: what it reports, what it refuses, and that one bad prompt costs only itself."""
 
+import importlib.util
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from mlflow import MlflowClient
 
-from draftlab import checkpoint, config, evaluation, metrics, report
+from draftlab import checkpoint, config, decode, evaluation, metrics, report
 from draftlab.config import DraftConfig, EvalConfig, Run, TargetConfig
 from draftlab.decode import decode_target
 from draftlab.draft import Draft, adapt
 from draftlab.errors import UserError
 from draftlab.target import load_target
-from draftlab.tracking import Store
 
+ROOT = Path(__file__).resolve().parents[2]
 QUICK = EvalConfig(prompts=3, max_new_tokens=10, bootstrap=200)
 
 
@@ -278,11 +282,6 @@ def test_unknown_prompts_are_refused(target):
 # ---- checkpoints
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return Store(config.TrackingConfig(), tmp_path_factory.mktemp("outputs"))
-
-
 @pytest.fixture()
 def saved(target, tmp_path):
     """A trainer's checkpoint folder, its draft inside."""
@@ -337,3 +336,60 @@ def test_a_hub_that_cannot_be_reached_is_one_line(store, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "snapshot_download", offline)
     with pytest.raises(UserError, match=r"someone/draft: no such folder, and not fetched from the hub \(Cannot find the files\)$"):
         evaluation.find_checkpoint("someone/draft", store, tmp_path)
+
+
+# ---- the scripts
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "evals" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+def test_the_acceptance_script_writes_results_figures_and_an_mlflow_run(saved, outputs, store, monkeypatch, capsys):
+    monkeypatch.chdir(outputs.parent)  # its tracking store is the one in ./outputs
+    short = ["eval.max_new_tokens=8", "eval.bootstrap=100"]
+    assert script("acceptance")(["--ckpt", str(saved), "--prompts", "humaneval:2", "--out", "out", *short]) == 0
+    (results,) = json.loads((outputs.parent / "out" / "results.json").read_text()).values()
+    assert results["metrics"]["prompts"] == 2 and results["metrics"]["divergences"] == 0
+    said = capsys.readouterr().out
+    assert "acceptance_length" in said and "mlflow ui" in said
+    client = MlflowClient(store.uri)
+    (run,) = client.search_runs([store.experiment_id])
+    assert run.info.run_id in said and run.info.status == "FINISHED"
+    assert run.data.metrics["acceptance_length"] == results["metrics"]["acceptance_length"]
+    assert run.data.params["checkpoint"] == results["provenance"]["checkpoint"]
+    kept = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
+    assert {"results.json", "traces.jsonl", "survival.png", "first_failure.png", "prompts.csv"} <= kept
+
+
+def test_an_acceptance_script_that_breaks_leaves_no_run_running(saved, outputs, store, monkeypatch):
+    monkeypatch.chdir(outputs.parent)
+
+    def broken(*_, **__):
+        raise RuntimeError("no space")
+
+    monkeypatch.setattr(report, "write_evaluation", broken)
+    with pytest.raises(RuntimeError):
+        script("acceptance")(["--ckpt", str(saved), "--prompts", "humaneval:1", "eval.max_new_tokens=2"])
+    (run,) = MlflowClient(store.uri).search_runs([store.experiment_id])
+    assert run.info.status == "FAILED" and run.data.tags["draftlab.reason"] == "RuntimeError: no space"
+
+
+def test_the_losslessness_script_passes_a_real_draft_and_catches_a_wrong_one(saved, outputs, monkeypatch, capsys):
+    monkeypatch.chdir(outputs.parent)
+    arguments = ["--ckpt", str(saved), "--prompts", "humaneval:2,heldout:2", "eval.max_new_tokens=8"]
+    assert script("losslessness")(arguments) == 0
+    assert re.search(r"4 of 4 prompts, \d+ tokens in \d+ rounds, 0 diverge", capsys.readouterr().out)
+    accept = decode.accept
+
+    def careless(guesses, answers, eos):  # takes the first guess unseen
+        if guesses and guesses[0] != answers[0]:
+            return 1, [guesses[0]]
+        return accept(guesses, answers, eos)
+
+    monkeypatch.setattr(decode, "accept", careless)
+    assert script("losslessness")(arguments) == 1
+    assert "humaneval:2 0 diverges at token 1" in capsys.readouterr().out

@@ -159,6 +159,23 @@ def test_what_is_prepared_can_travel(prepared):
     json.dumps(dataclasses.asdict(prepared))
 
 
+def test_a_corpus_without_an_anchor_is_refused(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    texts = [("a", [[0, 1]]), ("b", [[0, 1]]), ("c", [[0, 1]])]
+    with path.open("w") as file:
+        for text, spans in texts:
+            messages = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+            ids = [ord(text) - ord("!")] * 9
+            file.write(json.dumps({"messages": messages, "ids": ids, "supervised": spans, "finished": False}) + "\n")
+    with pytest.raises(UserError, match="supervised token after its first"):
+        train.prepare({"run": RUN.replace({"corpus.source": str(path)})}, quiet)
+
+
+def test_flex_attention_is_not_trained_on_a_cpu(prepared, tmp_path):
+    with pytest.raises(UserError, match="draft.attention"):
+        trained(RUN.replace({"draft.attention": "flex"}), prepared, tmp_path)
+
+
 @pytest.mark.parametrize(
     "override, said",
     [
@@ -341,6 +358,7 @@ def test_a_checkpoint_is_a_draft_with_its_run_and_everything_to_go_on(base, prep
     draft, info = checkpoint.load(folder / "draft")
     assert info.run == RUN
     assert info.provenance["target"]["fingerprint"] == prepared.target["fingerprint"]
+    assert info.provenance["command"] == prepared.provenance["command"] == sys.argv  # the driver's
     state = base.trainer(6)
     assert state["step"] == 6
     assert {tuple(s) for s in map(sorted, state["optimizer"]["state"].values())} == {("exp_avg", "exp_avg_sq", "step")}
@@ -457,12 +475,20 @@ def start(folder, run, prepared, rank=0, world_size=1, dies_at=0):
     return subprocess.Popen([sys.executable, "-c", WORKER, str(folder), *numbers], stderr=subprocess.PIPE, text=True)
 
 
+def wait(*workers, code):
+    """Wait for workers to end with this code; none outlives a failure."""
+    try:
+        for worker in workers:
+            _, said = worker.communicate(timeout=600)
+            assert worker.returncode == code, said
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
 def test_two_workers_give_the_same_curve(base, prepared, tmp_path):
-    run = RUN.replace({"train.workers": 2})
-    workers = [start(tmp_path, run, prepared, rank, world_size=2) for rank in range(2)]
-    for worker in workers:
-        _, said = worker.communicate(timeout=120)
-        assert worker.returncode == 0, said
+    run = RUN.replace({"train.workers": 2, "train.accumulation": 2})
+    wait(*(start(tmp_path, run, prepared, rank, world_size=2) for rank in range(2)), code=0)
     reports = [pickle.loads((tmp_path / f"reports_{rank}").read_bytes()) for rank in range(2)]
     for rank, mine in enumerate(reports):
         done = Done([step for step, _, _ in mine], [metrics for _, metrics, _ in mine], {})
@@ -481,8 +507,7 @@ def test_a_killed_run_that_goes_on_ends_with_the_same_bits(prepared, tmp_path):
     run = RUN.replace({"train.eval_every": 3, "train.weight_decay": 0.1})
     worker = start(tmp_path / "killed", run, prepared, dies_at=5)
     whole = trained(run, prepared, tmp_path / "whole")
-    _, said = worker.communicate(timeout=120)
-    assert worker.returncode == -signal.SIGKILL, said
+    wait(worker, code=-signal.SIGKILL)
     kept = tmp_path / "killed" / "kept_3"
     assert kept.is_dir() and not (tmp_path / "killed" / "kept_6").exists()
     resumed = trained(run, prepared, tmp_path / "resumed", resume=kept)
