@@ -71,7 +71,8 @@ def sample_anchors(candidates: Tensor, count: int, seeds: Sequence[Sequence[int]
         chosen = np.random.default_rng(list(seed)).permutation(np.flatnonzero(row))[:count]
         return np.sort(chosen)
 
-    return _pack([draw(row, seed) for row, seed in zip(candidates.cpu().numpy(), seeds, strict=True)], count, candidates)
+    rows = candidates.cpu().numpy()
+    return _pack([draw(row, seed) for row, seed in zip(rows, seeds, strict=True)], count, candidates)
 
 
 def spread_anchors(candidates: Tensor, count: int) -> tuple[Tensor, Tensor]:

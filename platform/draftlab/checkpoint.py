@@ -128,7 +128,7 @@ def spec_from_json(data: dict[str, Any], where: str = "config.json") -> DraftSpe
     if "target_num_hidden_layers" in merged:
         depth, count = whole("target_num_hidden_layers"), merged.get("num_target_layers", len(layer_ids))
         if count != len(layer_ids):
-            raise UserError(f"{where}: num_target_layers is {count}, but target_layer_ids names {len(layer_ids)} layers")
+            raise UserError(f"{where}: num_target_layers is {count}, but target_layer_ids has {len(layer_ids)} layers")
     else:
         depth = whole("num_target_layers")
     width, heads, vocabulary = whole("hidden_size"), whole("num_attention_heads"), whole("vocab_size")
@@ -193,7 +193,9 @@ def save(
     _write_json(folder / PROVENANCE, {"target": target, **(origin or provenance())})
 
 
-def load(folder: Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> tuple[Draft, CheckpointInfo]:
+def load(
+    folder: Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> tuple[Draft, CheckpointInfo]:
     """Read a draft. Nothing in the folder is executed.
 
     Raises:
@@ -227,7 +229,7 @@ def _check_tensors(folder: Path, draft: Draft, tensors: dict[str, torch.Tensor])
     if missing := sorted(expected.keys() - found.keys()):
         raise UserError(f"checkpoint {folder}: {WEIGHTS} lacks {', '.join(missing[:5])}")
     if extra := sorted(found.keys() - expected.keys()):
-        raise UserError(f"checkpoint {folder}: {WEIGHTS} holds tensors that no DFlash draft has: {', '.join(extra[:5])}")
+        raise UserError(f"checkpoint {folder}: {WEIGHTS} holds tensors that no draft has: {', '.join(extra[:5])}")
     for name, shape in expected.items():
         if found[name] != shape:
             raise UserError(f"checkpoint {folder}: {name} should have shape {shape} by {CONFIG}, got {found[name]}")

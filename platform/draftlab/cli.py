@@ -27,8 +27,9 @@ class _Parser(argparse.ArgumentParser):
 def run_parser(doc: str | None) -> argparse.ArgumentParser:
     """A parser for scripts that take a run: `--config FILE` and dotted overrides."""
     result = parser(doc)
-    result.add_argument("--config", type=Path, default=config.DEFAULT_CONFIG, help="YAML of differences from the defaults")
-    result.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. train.lr=3e-4 draft.block_size=8")
+    default = config.DEFAULT_CONFIG
+    result.add_argument("--config", type=Path, default=default, help="YAML of differences from the defaults")
+    result.add_argument("overrides", nargs="*", metavar="section.key=value", help="such as draft.block_size=8")
     return result
 
 

@@ -5,7 +5,8 @@ itself, which continues an empty user turn. A corpus file has a JSON row a line:
 
     {"messages": [{"role", "content"}, ...], "ids": [...], "supervised": [[start, end], ...], "finished": bool}
 
-`ids` and `supervised` (half-open spans of tokens that the assistant wrote) may be missing; the chat template makes them.
+`ids` and `supervised` (half-open spans of tokens that the assistant wrote) may be missing: the chat template makes
+them.
 """
 
 from __future__ import annotations
@@ -107,13 +108,17 @@ def load_corpus(config: CorpusConfig, target: Target, seed: int, say: Say) -> Co
         else:
             unsupervised += 1
     if not rows:
-        what = f"none of its {unsupervised} rows has a token written by the assistant" if unsupervised else "it has no rows"
-        raise UserError(f"corpus {path}: {what} within corpus.max_length={config.max_length}")
+        if not unsupervised:
+            raise UserError(f"corpus {path}: it has no rows")
+        raise UserError(
+            f"corpus {path}: none of its {unsupervised} rows has a token written by the assistant "
+            f"within corpus.max_length={config.max_length}"
+        )
     if unsupervised:
         say(f"corpus: {unsupervised} rows without a supervised token in the first {config.max_length} were dropped")
     rows, train, heldout = _split(rows, config)
     if not train or not heldout:
-        raise UserError(f"corpus {path}: expected at least two different prompts, to train on one and hold out the other")
+        raise UserError(f"corpus {path}: expected at least two different prompts, one of them to hold out")
     corpus = Corpus(rows, train, heldout, _fingerprint(rows), config.source)
     say(
         f"corpus: {len(rows)} conversations ({len(train)} to train, {len(heldout)} held out), "
@@ -290,7 +295,8 @@ def _messages(row: dict, where: str) -> list[Message]:
         turns = row.get("turns") or [row.get(key) for key in ("prompt", "question", "instruction") if row.get(key)][:1]
         messages = [{"role": "user", "content": turn} for turn in turns]
     if not all(_is_message(m) for m in messages) or not any(m["role"] == "user" for m in messages):
-        raise UserError(f'prompts {where}: expected "messages", "conversations", "turns" or "prompt", got {sorted(row)}')
+        known = '"messages", "conversations", "turns", "prompt", "question" or "instruction"'
+        raise UserError(f"prompts {where}: expected {known} with a user's words, got {sorted(row)}")
     return messages
 
 
@@ -315,8 +321,8 @@ def encode(target: Target, messages: Sequence[Message], **template_kwargs) -> tu
         before = target.render(messages[:turn], tokenize=False, add_generation_prompt=True)
         after = target.render(messages[: turn + 1], tokenize=False)
         if not text.startswith(before):
-            raise UserError(f"target {target.name}: its chat template rewrites earlier turns, so no token is surely the assistant's")
-        inside = [i for i, (start, end) in enumerate(offsets) if start >= len(before) and end <= len(after) and end > start]
+            raise UserError(f"target {target.name}: its chat template rewrites earlier turns, expected one that adds to them")
+        inside = [i for i, (start, end) in enumerate(offsets) if len(before) <= start < end <= len(after)]
         for place, i in enumerate(inside):
             if ids[i] in target.eos_token_ids:  # what follows it belongs to the template
                 inside = inside[: place + 1]
@@ -354,7 +360,8 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict]]:
                 if line.strip():
                     row = json.loads(line)
                     if not isinstance(row, dict):
-                        raise UserError(f"corpus {path}, line {number}: expected a JSON object, got {type(row).__name__}")
+                        kind = type(row).__name__
+                        raise UserError(f"corpus {path}, line {number}: expected a JSON object, got {kind}")
                     yield number, row
     except json.JSONDecodeError as error:
         raise UserError(f"corpus {path}, line {number}: not valid JSON ({error.msg})") from error

@@ -73,7 +73,8 @@ def adapt(target_config: Any, draft: DraftConfig, mask_token_id: int) -> DraftSp
     ids = check_layer_ids(uniform_layer_ids(draft.num_target_layers, depth) if chosen is None else chosen, depth)
     mask = mask_token_id if draft.mask_token_id is None else draft.mask_token_id
     if not 0 <= mask < target_config.vocab_size:
-        raise UserError(f"draft.mask_token_id: expected an id below the target's {target_config.vocab_size}, got {mask}")
+        vocabulary = target_config.vocab_size
+        raise UserError(f"draft.mask_token_id: expected an id below the target's {vocabulary}, got {mask}")
     if draft.init == "target_layers":
         if draft.num_hidden_layers > depth:
             raise UserError(

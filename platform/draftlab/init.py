@@ -26,7 +26,7 @@ def initialise(draft: Draft, target: Target, kind: str, seed: int, sample: Tenso
     Args:
         kind: `random` or `target_layers`.
         seed: of the random weights.
-        sample: (N, S) int64, text of the corpus without padding, on which the target's query and key sizes are measured.
+        sample: (N, S) int64, text of the corpus without padding; the target's query and key sizes are measured on it.
 
     Raises:
         UserError: a weight of the target's layers doesn't have the draft's shape.

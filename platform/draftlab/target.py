@@ -209,7 +209,7 @@ class Target:
             UserError: as `chat`.
         """
         if not self.tokenizer.chat_template:
-            raise UserError(f"target {self.name}: its tokenizer has no chat template, expected an instruction-tuned model")
+            raise UserError(f"target {self.name}: its tokenizer has no chat template, expected an instructed model")
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages), tokenize=tokenize, return_dict=False, **template_kwargs
@@ -289,7 +289,7 @@ def load_target_config(config: TargetConfig) -> PreTrainedConfig:
         raise UserError(f"target {config.model}: expected attention layers only, got {', '.join(sorted(kinds))}")
     for scale in ("logit_scale", "logits_scaling", "embedding_multiplier"):
         if getattr(text_config, scale, None) not in (None, 1, 1.0):
-            raise UserError(f"target {config.model}: models with {scale} are not supported, got {text_config.model_type}")
+            raise UserError(f"target {config.model}: {scale} is not supported, got {text_config.model_type}")
     return text_config
 
 
@@ -315,7 +315,7 @@ def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...
         raise UserError(f"draft.target_layer_ids: expected distinct layers, got {twice[0]} more than once")
     for i in ids:
         if i == num_layers - 1:
-            raise UserError(f"draft.target_layer_ids: the last layer ({i}) can't be tapped, its output is normed already")
+            raise UserError(f"draft.target_layer_ids: the last layer ({i}) can't be tapped, its output is normed")
         if not 0 <= i < num_layers:
             raise UserError(
                 f"draft.target_layer_ids: expected 0 to {num_layers - 2} for a target of {num_layers} layers, got {i}"
@@ -486,7 +486,7 @@ def _make_smollm2(folder: Path) -> None:
     with gguf.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(file)
     if found != SMOLLM2_SHA256:
-        raise UserError(f"target smollm2: {gguf.name} of {SMOLLM2_WHEEL} has SHA-256 {found}, expected {SMOLLM2_SHA256}")
+        raise UserError(f"target smollm2: {SMOLLM2_WHEEL} has SHA-256 {found}, expected {SMOLLM2_SHA256}")
     with contextlib.redirect_stderr(open(os.devnull, "w")):  # the GGUF reader's own progress bar
         read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)

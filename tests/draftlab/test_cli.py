@@ -52,7 +52,12 @@ def test_a_run_parser_takes_a_config_and_overrides_in_any_order():
     parser.add_argument("--out")
     nothing = parser.parse_args([])
     assert (nothing.config, nothing.overrides) == (config.DEFAULT_CONFIG, [])
-    for line in ("a.b=1 c=2 --config x.yaml --out o", "--config x.yaml a.b=1 --out o c=2", "--out o --config x.yaml a.b=1 c=2"):
+    orders = (
+        "a.b=1 c=2 --config x.yaml --out o",
+        "--config x.yaml a.b=1 --out o c=2",
+        "--out o --config x.yaml a.b=1 c=2",
+    )
+    for line in orders:
         args = parser.parse_args(line.split())
         assert (str(args.config), args.overrides, args.out) == ("x.yaml", ["a.b=1", "c=2"], "o")
 

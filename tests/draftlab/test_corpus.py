@@ -127,7 +127,7 @@ def test_what_is_sampled_depends_on_the_seed_and_not_on_the_threads(tiny, thread
 
 
 def test_the_target_writes_prompts_of_its_own_and_answers_them(tiny):
-    config = settings(write_conversations=10)
+    config = settings(write_conversations=10, write_batch=16)
     rows = list(write_corpus(tiny, None, config, 0, quiet))
     prompts = [row["messages"][0]["content"] for row in rows]
     assert len(rows) == len(set(prompts)) == 10
@@ -243,7 +243,8 @@ def test_no_prompt_is_on_both_sides_even_when_it_comes_twice(tiny, tmp_path):
 def test_a_prompt_stays_on_its_side_when_rows_come_go_or_move(tiny, tmp_path):
     rows = [talk(i) for i in range(40)]
     train, heldout = sides(load(tiny, save(tmp_path / "a.jsonl", rows)))
-    moved_train, moved_heldout = sides(load(tiny, save(tmp_path / "b.jsonl", rows[::-1] + [talk(i) for i in range(40, 80)])))
+    more = rows[::-1] + [talk(i) for i in range(40, 80)]
+    moved_train, moved_heldout = sides(load(tiny, save(tmp_path / "b.jsonl", more)))
     assert train < moved_train and heldout < moved_heldout
 
 
@@ -347,7 +348,7 @@ def test_the_packaged_corpus_is_for_the_packaged_target_only(tiny):
 def test_a_corpus_that_the_target_writes_is_written_once(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTLAB_CACHE", str(tmp_path))
     said = []
-    config = settings(source="self", write_conversations=6)
+    config = settings(source="self", write_conversations=6, write_batch=16)
     first = load_corpus(config, tiny, 0, lambda text, doing=None: said.append(text))
     assert len(first.rows) == 6 and any("tokens/s" in text for text in said)
     said.clear()
@@ -388,7 +389,8 @@ def test_an_interrupted_write_leaves_nothing_and_spoils_nothing(tmp_path):
 def test_prompts_are_read_from_the_usual_kinds_of_rows(tmp_path, row, said):
     (messages,) = read_prompts(save(tmp_path / "p.jsonl", [row, row]), 1)
     assert [m["content"] for m in messages] == said
-    assert [m["role"] for m in messages] == (["user", "assistant"] if "b" in said and "turns" not in row else ["user"] * len(said))
+    talk_of_two = "messages" in row or "conversations" in row
+    assert [m["role"] for m in messages] == (["user", "assistant"] if talk_of_two else ["user"] * len(said))
 
 
 @pytest.mark.parametrize("row", [{}, {"text": "a"}, {"prompt": 3}, {"messages": [assistant("a")]}])

@@ -230,7 +230,7 @@ ROPES = {
     ),
     "partial": (
         PhiConfig(
-            hidden_size=64, num_attention_heads=4, num_hidden_layers=5, max_position_embeddings=512, layer_norm_eps=1e-6,
+            hidden_size=64, num_attention_heads=4, num_hidden_layers=5, max_position_embeddings=512,
             rope_parameters=scaled("default", partial_rotary_factor=0.5),
         ),
         PhiRotaryEmbedding,

@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Olmo2Config, Olmo2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from draftlab.config import DraftConfig, TargetConfig
 from draftlab.draft import Draft, adapt
@@ -98,9 +105,8 @@ def test_the_context_is_the_deepest_tapped_layer_normed_once(tiny, taps):
     torch.testing.assert_close(draft.layers[-1].self_attn.k_proj(context), keys, rtol=1e-4, atol=1e-4)
 
 
-def test_a_copied_last_layer_repeats_the_targets_own_output():
+def test_a_copied_last_layer_repeats_the_targets_own_output(tiny):
     """Fed with the target's states before its last layer, one slot at every position, the draft is that layer."""
-    tiny = load_target(TargetConfig(model="tiny", dtype="float32", device="cpu"))
     target = another(tiny, Qwen3ForCausalLM, Qwen3Config)
     draft = started(target, layers=1, taps=(2,))
     ids = sample(target)

@@ -23,7 +23,14 @@ from draftlab import target as targets
 from draftlab.cache import KVCache
 from draftlab.config import TargetConfig
 from draftlab.errors import UserError
-from draftlab.target import Head, check_layer_ids, choose_mask_token, layer_output_index, load_target, load_target_config
+from draftlab.target import (
+    Head,
+    check_layer_ids,
+    choose_mask_token,
+    layer_output_index,
+    load_target,
+    load_target_config,
+)
 
 SHAPE = {
     "vocab_size": 300,
@@ -285,7 +292,7 @@ def words(tokens, template=None, **special):
     [
         (words(["<extra_0>", "[MASK]"], mask_token="[MASK]"), 9, "[MASK]"),
         (words(["<unused3>", "<|MASK|>"]), 9, "<|MASK|>"),
-        (words(["<|fim|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"]), 9, "<|reserved_special_token_0|>"),
+        (words(["<|fim|>", "<|reserved_special_token_0|>", "<unused0>"]), 9, "<|reserved_special_token_0|>"),
         (words(["<|fim|>", "<unused0>", "<unused1>"], template="{{ '<unused0>' }}"), 9, "<unused1>"),
         (words(["<|fim|>"], additional_special_tokens=["<|fim|>"]), 6, "<|fim|>"),
     ],
@@ -301,7 +308,8 @@ def test_a_row_beyond_the_tokenizer_is_a_mask_token_before_a_special_one_that_me
 
 @pytest.mark.parametrize("template", [None, "{{ '<|fim|>' }}"])
 def test_no_mask_token_is_better_than_pad_eos_or_a_word(template):
-    tokenizer = words(["<|fim|>"] if template else [], template, additional_special_tokens=["<|fim|>"] if template else [])
+    special = ["<|fim|>"] if template else []
+    tokenizer = words(special, template, additional_special_tokens=special)
     with pytest.raises(UserError, match="set draft.mask_token_id"):
         choose_mask_token(tokenizer, len(tokenizer))
 
@@ -378,7 +386,7 @@ def test_the_packaged_target_answers():
     target = load_target(TargetConfig(dtype="float32"))
     assert (target.num_layers, target.hidden_size, target.vocab_size) == (30, 576, 49152)
     assert target.eos_token_ids == {target.tokenizer.convert_tokens_to_ids("<|im_end|>")}
-    assert target.tokenizer.convert_ids_to_tokens(target.mask_token_id) == "<repo_name>"  # of code corpora, not of chats
+    assert target.tokenizer.convert_ids_to_tokens(target.mask_token_id) == "<repo_name>"  # marks code, not chats
     prompt = torch.tensor([target.chat([{"role": "user", "content": "What is the capital of France?"}])])
     cache = KVCache(target.config, 1, 64, dtype=target.dtype, device=target.device)
     ids, new = prompt, []
