@@ -321,7 +321,7 @@ def encode(target: Target, messages: Sequence[Message], **template_kwargs) -> tu
         before = target.render(messages[:turn], tokenize=False, add_generation_prompt=True)
         after = target.render(messages[: turn + 1], tokenize=False)
         if not text.startswith(before):
-            raise UserError(f"target {target.name}: its chat template rewrites earlier turns, expected one that adds to them")
+            raise UserError(f"target {target.name}: its chat template rewrites earlier turns, expected one that adds")
         inside = [i for i, (start, end) in enumerate(offsets) if len(before) <= start < end <= len(after)]
         for place, i in enumerate(inside):
             if ids[i] in target.eos_token_ids:  # what follows it belongs to the template

@@ -17,9 +17,6 @@ COPIED = (
 """What a target's layer must have to be copied."""
 
 
-CHOOSE = lambda layers, n: layers[-n:]
-
-
 def initialise(draft: Draft, target: Target, kind: str, seed: int, sample: Tensor) -> None:
     """Give a draft its first weights.
 
@@ -67,7 +64,7 @@ def copy_target_layers(draft: Draft, target: Target, sample: Tensor) -> None:
     check_layers(target)
     spec = draft.spec
     decoder = target.model.get_decoder()
-    chosen = CHOOSE(list(decoder.layers), spec.num_hidden_layers)
+    chosen = list(decoder.layers)[-spec.num_hidden_layers :]
     scales = _head_scales(target, chosen, sample)
     for ours, theirs, (query_scale, key_scale) in zip(draft.layers, chosen, scales, strict=True):
         fold = _norm_weight(theirs.input_layernorm)

@@ -51,23 +51,39 @@ def conditional_acceptance(traces: Sequence[Trace], block_size: int) -> np.ndarr
     Returns:
         (B-1,) one value a drafted slot, slot 1 first; NaN where no round came that far.
     """
-    drafted, accepted = _rounds(traces)
-    slots = np.arange(1, block_size)[:, None]
-    passed = (accepted >= slots).sum(1)
-    reached = ((accepted >= slots - 1) & (drafted >= slots)).sum(1)
+    passed, reached = slot_counts(traces, block_size)
     return np.divide(passed, reached, out=np.full(block_size - 1, np.nan), where=reached > 0)
 
 
+def slot_counts(traces: Sequence[Trace], block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """How many rounds passed each drafted slot, and how many had it at stake with all slots before it accepted.
+
+    Returns:
+        (passed, reached), each (B-1,) int, slot 1 first.
+    """
+    drafted, accepted = _rounds(traces)
+    slots = np.arange(1, block_size)[:, None]
+    return (accepted >= slots).sum(1), ((accepted >= slots - 1) & (drafted >= slots)).sum(1)
+
+
 def survival(traces: Sequence[Trace], block_size: int) -> np.ndarray:
-    """P(the first k drafted tokens are all accepted), for k = 1..B-1.
+    """P(the first k drafted tokens are all accepted), for k = 1..B-1; see `survival_curve`."""
+    return survival_curve(*slot_counts(traces, block_size))
+
+
+def survival_curve(passed: np.ndarray, reached: np.ndarray) -> np.ndarray:
+    """P(the first k drafted tokens are all accepted), for k = 1..B-1, from counts by slot.
 
     The running product of the conditional acceptances (Kaplan-Meier), so that the rounds which end a text count as far
     as they went; without such rounds it is the plain share of rounds with at least k accepted tokens. NaN where unknown.
+
+    Args:
+        passed, reached: (B-1,) as in `slot_counts`; additive over batches and workers.
     """
-    conditional = conditional_acceptance(traces, block_size)
-    result, alive = np.empty(block_size - 1), 1.0
-    for k, value in enumerate(conditional):
-        alive = alive * value if alive else 0.0  # once nothing survives, an unreached slot is 0, not unknown
+    result, alive = np.empty(len(passed)), 1.0
+    for k, (through, tried) in enumerate(zip(passed, reached, strict=True)):
+        # once nothing survives, an unreached slot is 0, not unknown
+        alive = 0.0 if not alive else alive * through / tried if tried else np.nan
         result[k] = alive
     return result
 
@@ -195,6 +211,14 @@ def offline_acceptance(correct: np.ndarray, valid: np.ndarray) -> tuple[int, int
     """
     committed = offline_committed(correct, valid)
     return int(committed.sum()), int((committed > 0).sum())
+
+
+def offline_slot_counts(correct: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`slot_counts` of all anchors, as if each began a round. Arguments as in `offline_committed`."""
+    at_stake = np.cumprod(valid, axis=-1, dtype=int).reshape(-1, valid.shape[-1])
+    through = np.cumprod(correct, axis=-1, dtype=int).reshape(-1, valid.shape[-1]) * at_stake
+    before = np.hstack([np.ones_like(through[:, :1]), through[:, :-1]])
+    return through.sum(0), (before * at_stake).sum(0)
 
 
 def serving_walk(committed: np.ndarray) -> tuple[int, int]:

@@ -62,6 +62,7 @@ class Plan:
     """Fingerprints of the target and the corpus."""
 
     def save(self, folder: Path) -> None:
+        """Write sweep.yaml."""
         text = yaml.safe_dump({**vars(self), "base": self.base.model_dump()}, sort_keys=False)
         _write(folder / "sweep.yaml", text)
 

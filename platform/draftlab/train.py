@@ -331,19 +331,20 @@ class _Loop:
         config, spec = self.run.eval, self.draft.spec
         rows = self.prepared.heldout_rows[: config.offline_conversations][self.rank :: self.world_size]
         everywhere = blocks.position_weights(spec.block_size, math.inf)
-        totals = np.zeros(spec.block_size + 1)  # survivors by slot (slot 0: anchors), then the sum of runs
+        totals = np.zeros((2, spec.block_size))  # committed tokens and rounds, then passed and reached by slot
         for start in range(0, len(rows), 8):
             batch = self.data.batch(rows[start : start + 8]).to(self.device)
             candidates = blocks.anchor_candidates(batch.supervised, batch.lengths)
             anchors, valid = blocks.spread_anchors(candidates, config.offline_anchors)
             part = make_blocks(batch, anchors, valid, spec, everywhere)
             correct = self._leading_correct(self._hidden(self.draft, part), part)
-            total, count = metrics.offline_acceptance(correct, part.weights[..., 1:].cpu().numpy() > 0)
-            alive = np.cumprod(correct, axis=-1).sum(axis=(0, 1))
-            totals += [count, *alive, total]
-        count, *alive, total = self._sum(totals.tolist())
-        result = {"heldout_acceptance_length": total / count} if count else {}
-        return result | {f"heldout_survival_{k}": value / count for k, value in enumerate(alive, 1) if count}
+            valid = part.weights[..., 1:].cpu().numpy() > 0
+            totals[:, 0] += metrics.offline_acceptance(correct, valid)
+            totals[:, 1:] += metrics.offline_slot_counts(correct, valid)
+        (tokens, *passed), (rounds, *reached) = np.reshape(self._sum(totals.ravel().tolist()), totals.shape)
+        survival = metrics.survival_curve(np.array(passed), np.array(reached))
+        result = {"heldout_acceptance_length": tokens / rounds} if rounds else {}
+        return result | {f"heldout_survival_{k}": float(p) for k, p in enumerate(survival, 1) if np.isfinite(p)}
 
     def _leading_correct(self, hidden: Tensor, part: Blocks) -> np.ndarray:
         """(N, A, B-1) bool: is the drafted token the data's? The head is only asked where all earlier slots were."""

@@ -122,7 +122,7 @@ def test_the_cores_are_shared_among_the_workers_that_run_at_once(tiny_run):
 
 
 def test_a_worker_never_gets_more_cores_than_its_machine_has(tiny_run):
-    run = tiny_run.replace({"train.workers": 3})
+    run = tiny_run.replace({"train.workers": 3, "train.batch_size": 6})
     assert cluster.share(run, 1, [Node(16)] * 4) == cluster.Shares(concurrent=1, cpus=16, gpus=0)
     two = run.replace({"cluster.max_concurrent": 2})  # 64 // 6 = 10 cores would place 4 workers, not 6
     assert cluster.share(two, 2, [Node(16)] * 4) == cluster.Shares(concurrent=2, cpus=8, gpus=0)

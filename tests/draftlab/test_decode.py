@@ -24,6 +24,14 @@ def target():
 
 
 @pytest.fixture(scope="module")
+def endless():
+    """The tiny target without an EOS that it could ever write, so that tests choose where texts end."""
+    made = load_target(TargetConfig(model="tiny", dtype="float32", device="cpu"))
+    made.eos_token_ids = frozenset({made.vocab_size})
+    return made
+
+
+@pytest.fixture(scope="module")
 def packaged():
     return load_target(TargetConfig(model="smollm2", dtype="float32", device="cpu"))
 
@@ -47,21 +55,21 @@ def random_draft(target, block_size, seed=0):
 
 
 @pytest.fixture(scope="module")
-def learnt_draft(target):
+def learnt_draft(endless):
     """A real draft, overfitted on the target's texts for two of the prompts, so that it accepts long runs."""
-    texts = [torch.tensor(p + generate(target, p, LIMIT)) for p in prompts(target, 2)]
-    draft, size = random_draft(target, 8), 8
+    texts = [torch.tensor(p + generate(endless, p, LIMIT)) for p in prompts(endless, 2)]
+    draft, size = random_draft(endless, 8), 8
     optimizer = torch.optim.AdamW(draft.parameters(), lr=3e-3)
-    mask = torch.tensor(target.mask_token_id)
+    mask = torch.tensor(endless.mask_token_id)
     for step in range(80):
         loss = 0.0
         for ids in texts:
             torch.manual_seed(step)
             anchors = 4 + torch.randperm(len(ids) - size - 4)[:16]
             inputs = torch.cat([ids[anchors, None], mask.expand(len(anchors), size - 1)], dim=1)
-            features, _ = target.tapped(ids[None], torch.tensor([len(ids)]), LAYERS)
-            hidden = draft(features.clone(), target.ends.embedding(inputs[None]), anchors[None])[0, :, 1:]
-            logits = target.ends.head.logits(hidden.reshape(-1, hidden.shape[-1]))
+            features, _ = endless.tapped(ids[None], torch.tensor([len(ids)]), LAYERS)
+            hidden = draft(features.clone(), endless.ends.embedding(inputs[None]), anchors[None])[0, :, 1:]
+            logits = endless.ends.head.logits(hidden.reshape(-1, hidden.shape[-1]))
             labels = ids[anchors[:, None] + torch.arange(1, size)]
             loss = loss + F.cross_entropy(logits, labels.flatten())
         optimizer.zero_grad()
@@ -172,21 +180,21 @@ def test_the_targets_own_decoding_equals_generate(target):
         assert trace.seconds > 0 and trace.prefill_seconds > 0
 
 
-def test_the_targets_own_decoding_stops_at_any_eos_exactly_where_generate_does(target, monkeypatch):
-    prompt = prompts(target, 1)[0]
-    text = generate(target, prompt, 12)
+def test_the_targets_own_decoding_stops_at_any_eos_exactly_where_generate_does(endless, monkeypatch):
+    prompt = prompts(endless, 1)[0]
+    text = generate(endless, prompt, 12)
     for last in range(12):
-        eos = frozenset({text[last], 299})
-        monkeypatch.setattr(target, "eos_token_ids", eos)
-        assert decode_target(target, prompt, 12).tokens == generate(target, prompt, 12)
+        eos = frozenset({text[last], endless.vocab_size})
+        monkeypatch.setattr(endless, "eos_token_ids", eos)
+        assert decode_target(endless, prompt, 12).tokens == generate(endless, prompt, 12)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
-def test_the_limit_counts_the_prefills_token(target, limit):
-    prompt = prompts(target, 1)[0]
-    assert len(decode_target(target, prompt, limit).tokens) == limit
-    trace = decode_speculative(target, random_draft(target, 4), prompt, limit)
-    assert trace.tokens == generate(target, prompt, limit)
+def test_the_limit_counts_the_prefills_token(endless, limit):
+    prompt = prompts(endless, 1)[0]
+    assert len(decode_target(endless, prompt, limit).tokens) == limit
+    trace = decode_speculative(endless, random_draft(endless, 4), prompt, limit)
+    assert trace.tokens == generate(endless, prompt, limit)
     assert sum(r.committed for r in trace.rounds) == limit - 1
 
 
@@ -205,14 +213,14 @@ def test_a_random_draft_gives_the_oracles_rounds_and_the_targets_text(target, bl
 
 
 @pytest.mark.parametrize("block_size", [2, 4, 8, 16])
-def test_a_learnt_draft_gives_the_oracles_rounds_and_the_targets_text(target, learnt_draft, block_size):
+def test_a_learnt_draft_gives_the_oracles_rounds_and_the_targets_text(endless, learnt_draft, block_size):
     # Trained at 8, decoded at 2 to 16. One prompt it has seen, one it has not.
-    seen, unseen = prompts(target, 3)[0], prompts(target, 3)[2]
+    seen, unseen = prompts(endless, 3)[0], prompts(endless, 3)[2]
     for prompt in (seen, unseen):
-        trace = decode_speculative(target, learnt_draft, prompt, LIMIT, block_size)
-        propose = training_forward(target, learnt_draft, block_size)
-        tokens, rounds = oracle(target, propose, prompt, LIMIT, block_size, target.eos_token_ids)
-        assert trace.tokens == tokens == generate(target, prompt, LIMIT)
+        trace = decode_speculative(endless, learnt_draft, prompt, LIMIT, block_size)
+        propose = training_forward(endless, learnt_draft, block_size)
+        tokens, rounds = oracle(endless, propose, prompt, LIMIT, block_size, endless.eos_token_ids)
+        assert trace.tokens == tokens == generate(endless, prompt, LIMIT)
         assert rounds_of(trace) == rounds
         if prompt == seen:
             assert max(r.accepted for r in trace.rounds) >= min(block_size - 1, 4), "the draft has not learnt its text"
@@ -220,14 +228,14 @@ def test_a_learnt_draft_gives_the_oracles_rounds_and_the_targets_text(target, le
 
 @pytest.mark.parametrize("block_size", [2, 4, 8, 16])
 @pytest.mark.parametrize("error", [0.0, 0.15, 0.5, 1.0])
-def test_a_draft_that_knows_the_future_gives_the_oracles_rounds(target, block_size, error):
-    for seed, prompt in enumerate(prompts(target, 2)):
-        text = prompt + generate(target, prompt, LIMIT)
-        trace = decode_speculative(target, Scripted(target, text, block_size, error, seed), prompt, LIMIT)
-        again = Scripted(target, text, block_size, error, seed)
+def test_a_draft_that_knows_the_future_gives_the_oracles_rounds(endless, block_size, error):
+    for seed, prompt in enumerate(prompts(endless, 2)):
+        text = prompt + generate(endless, prompt, LIMIT)
+        trace = decode_speculative(endless, Scripted(endless, text, block_size, error, seed), prompt, LIMIT)
+        again = Scripted(endless, text, block_size, error, seed)
         tokens, rounds = oracle(
-            target, lambda now, _: again.guesses(len(now) - 1, block_size)[1:], prompt, LIMIT, block_size,
-            target.eos_token_ids,
+            endless, lambda now, _: again.guesses(len(now) - 1, block_size)[1:], prompt, LIMIT, block_size,
+            endless.eos_token_ids,
         )
         assert trace.tokens == tokens == text[len(prompt) :]
         assert rounds_of(trace) == rounds
@@ -239,19 +247,19 @@ def test_a_draft_that_knows_the_future_gives_the_oracles_rounds(target, block_si
 
 @pytest.mark.parametrize("block_size", [2, 4, 8, 16])
 @pytest.mark.parametrize("error", [0.0, 0.3])
-def test_eos_anywhere_in_a_block_ends_the_text_where_the_target_alone_would(target, monkeypatch, block_size, error):
-    prompt = prompts(target, 1)[0]
-    text = generate(target, prompt, 13)
+def test_eos_anywhere_in_a_block_ends_the_text_where_the_target_alone_would(endless, monkeypatch, block_size, error):
+    prompt = prompts(endless, 1)[0]
+    text = generate(endless, prompt, 13)
     kinds = set()
     for last in range(13):
-        eos = frozenset({text[last], 299})
-        monkeypatch.setattr(target, "eos_token_ids", eos)
-        expected = generate(target, prompt, 13)
-        draft = Scripted(target, prompt + text, block_size, error, seed=last)
-        trace = decode_speculative(target, draft, prompt, 13)
-        again = Scripted(target, prompt + text, block_size, error, seed=last)
+        eos = frozenset({text[last], endless.vocab_size})
+        monkeypatch.setattr(endless, "eos_token_ids", eos)
+        expected = generate(endless, prompt, 13)
+        draft = Scripted(endless, prompt + text, block_size, error, seed=last)
+        trace = decode_speculative(endless, draft, prompt, 13)
+        again = Scripted(endless, prompt + text, block_size, error, seed=last)
         tokens, rounds = oracle(
-            target, lambda now, _: again.guesses(len(now) - 1, block_size)[1:], prompt, 13, block_size, eos
+            endless, lambda now, _: again.guesses(len(now) - 1, block_size)[1:], prompt, 13, block_size, eos
         )
         assert trace.tokens == tokens == expected
         assert rounds_of(trace) == rounds
@@ -264,38 +272,38 @@ def test_eos_anywhere_in_a_block_ends_the_text_where_the_target_alone_would(targ
 
 
 @pytest.mark.parametrize("limit", range(1, 20))
-def test_the_limit_anywhere_in_a_block_ends_the_text_there(target, limit):
-    prompt = prompts(target, 2)[1]
-    text = prompt + generate(target, prompt, 24)
-    trace = decode_speculative(target, Scripted(target, text, 8, 0.0), prompt, limit)
+def test_the_limit_anywhere_in_a_block_ends_the_text_there(endless, limit):
+    prompt = prompts(endless, 2)[1]
+    text = prompt + generate(endless, prompt, 24)
+    trace = decode_speculative(endless, Scripted(endless, text, 8, 0.0), prompt, limit)
     assert trace.tokens == text[len(prompt) :][:limit]
     whole, rest = divmod(limit - 1, 8)
     assert [r.committed for r in trace.rounds] == [8] * whole + [rest] * (rest > 0)
     assert [r.drafted for r in trace.rounds] == [7] * whole + [rest - 1] * (rest > 0)
 
 
-def test_the_last_position_of_the_target_can_be_written_and_none_behind_it(target, monkeypatch):
-    prompt = prompts(target, 1)[0]
-    monkeypatch.setattr(target, "max_positions", len(prompt) + 10)
-    text = prompt + generate(target, prompt, 10)
+def test_the_last_position_of_the_target_can_be_written_and_none_behind_it(endless, monkeypatch):
+    prompt = prompts(endless, 1)[0]
+    monkeypatch.setattr(endless, "max_positions", len(prompt) + 10)
+    text = prompt + generate(endless, prompt, 10)
     lengths = []
-    forward = target.forward
-    monkeypatch.setattr(target, "forward", lambda *a, **k: (forward(*a, **k), lengths.append(a[1].length))[0])
-    trace = decode_speculative(target, Scripted(target, text, 8, 0.2), prompt, 10)
+    forward = endless.forward
+    monkeypatch.setattr(endless, "forward", lambda *a, **k: (forward(*a, **k), lengths.append(a[1].length))[0])
+    trace = decode_speculative(endless, Scripted(endless, text, 8, 0.2), prompt, 10)
     assert trace.tokens == text[len(prompt) :]
     assert max(lengths) < len(prompt) + 10
     with pytest.raises(UserError, match=f"prompt of {len(prompt)} tokens .* 11: the target has {len(prompt) + 10} positions"):
-        decode_target(target, prompt, 11)
+        decode_target(endless, prompt, 11)
 
 
 # ---- what a round may cost
 
 
-def test_a_round_runs_each_model_once_and_no_buffer_ever_moves(target, monkeypatch):
-    prompt = prompts(target, 1)[0]
-    text = prompt + generate(target, prompt, 24)
+def test_a_round_runs_each_model_once_and_no_buffer_ever_moves(endless, monkeypatch):
+    prompt = prompts(endless, 1)[0]
+    text = prompt + generate(endless, prompt, 24)
     forwards, buffers, rows = [], set(), []
-    forward, logits = target.forward, type(target.ends.head).logits
+    forward, logits = endless.forward, type(endless.ends.head).logits
 
     def watched(ids, cache, layer_ids=()):
         forwards.append(ids.shape[1])
@@ -308,9 +316,9 @@ def test_a_round_runs_each_model_once_and_no_buffer_ever_moves(target, monkeypat
         rows.append(len(hidden))
         return logits(head, hidden)
 
-    monkeypatch.setattr(target, "forward", watched)
-    monkeypatch.setattr(type(target.ends.head), "logits", counted)
-    trace = decode_speculative(target, Scripted(target, text, 8, 0.3), prompt, 24)
+    monkeypatch.setattr(endless, "forward", watched)
+    monkeypatch.setattr(type(endless.ends.head), "logits", counted)
+    trace = decode_speculative(endless, Scripted(endless, text, 8, 0.3), prompt, 24)
     rounds = trace.rounds
     assert len(buffers) == 1
     assert len(forwards) == 1 + len(rounds) and forwards[0] == len(prompt) and set(forwards[1:-1]) == {8}
@@ -318,9 +326,9 @@ def test_a_round_runs_each_model_once_and_no_buffer_ever_moves(target, monkeypat
     assert rows[0] == 1 and rows[1:-2] == [7, 8] * (len(rounds) - 1)
 
 
-def test_rounds_account_for_the_decoding_time(target):
-    prompt = prompts(target, 1)[0]
-    trace = decode_speculative(target, random_draft(target, 4), prompt, 16)
+def test_rounds_account_for_the_decoding_time(endless):
+    prompt = prompts(endless, 1)[0]
+    trace = decode_speculative(endless, random_draft(endless, 4), prompt, 16)
     parts = sum(r.draft_seconds + r.verify_seconds + r.commit_seconds for r in trace.rounds)
     assert parts == pytest.approx(trace.seconds)
     assert all(min(r.draft_seconds, r.verify_seconds, r.commit_seconds) > 0 for r in trace.rounds)
@@ -342,22 +350,22 @@ def test_a_block_without_a_drafted_token_is_refused(target):
         decode_speculative(target, random_draft(target, 4), [1, 2], 4, block_size=1)
 
 
-def test_a_divergence_says_where_and_how_sure_the_target_was(target):
-    prompt = prompts(target, 1)[0]
-    text = generate(target, prompt, 12)
-    assert decode.divergence(target, prompt, text, list(text)) is None
+def test_a_divergence_says_where_and_how_sure_the_target_was(endless):
+    prompt = prompts(endless, 1)[0]
+    text = generate(endless, prompt, 12)
+    assert decode.divergence(endless, prompt, text, list(text)) is None
     other = text[:7] + [(text[7] + 1) % 256] + text[8:]
-    found = decode.divergence(target, prompt, other, text)
+    found = decode.divergence(endless, prompt, other, text)
     with torch.no_grad():
-        best = target.model(torch.tensor([prompt + text[:7]])).logits[0, -1].topk(2).values
+        best = endless.model(torch.tensor([prompt + text[:7]])).logits[0, -1].topk(2).values
     assert (found.position, found.ours, found.theirs) == (7, other[7], text[7])
     assert found.gap == pytest.approx(float(best[0] - best[1]), abs=1e-3)
 
 
-def test_an_output_that_ended_early_diverges_where_it_ended(target):
-    prompt = prompts(target, 1)[0]
-    text = generate(target, prompt, 6)
-    found = decode.divergence(target, prompt, text[:4], text)
+def test_an_output_that_ended_early_diverges_where_it_ended(endless):
+    prompt = prompts(endless, 1)[0]
+    text = generate(endless, prompt, 6)
+    found = decode.divergence(endless, prompt, text[:4], text)
     assert (found.position, found.ours, found.theirs) == (4, None, text[4])
 
 

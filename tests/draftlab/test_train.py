@@ -387,7 +387,7 @@ def test_heldout_acceptance_equals_a_loop_over_anchors(prepared, corpus, target,
     done = trained(run, prepared, tmp_path)
     draft, _ = checkpoint.load(done.checkpoints[80] / "draft")
     size, mask = draft.spec.block_size, draft.spec.mask_token_id
-    committed, survived = [], [0] * (size - 1)
+    committed, survived, reached = [], [0] * (size - 1), [0] * (size - 1)
     for row in prepared.heldout_rows[: RUN.eval.offline_conversations]:
         ids, supervised = torch.tensor(corpus.rows[row].ids, dtype=torch.int64), corpus.rows[row].supervised
         tapped, _ = target.tapped(ids[None], torch.tensor([len(ids)]), draft.spec.target_layer_ids)
@@ -402,6 +402,7 @@ def test_heldout_acceptance_equals_a_loop_over_anchors(prepared, corpus, target,
             guesses = target.ends.head.logits(hidden).argmax(-1).tolist()
             run = 0
             while run + 1 < size and a + run + 1 < len(ids) and supervised[a + run + 1]:
+                reached[run] += 1
                 if guesses[run + 1] != ids[a + run + 1]:
                     break
                 survived[run] += 1
@@ -412,7 +413,8 @@ def test_heldout_acceptance_equals_a_loop_over_anchors(prepared, corpus, target,
     assert 1.5 < metrics["heldout_acceptance_length"] < size
     assert metrics["heldout_acceptance_length"] == pytest.approx(sum(committed) / len(committed))
     survival = [metrics[f"heldout_survival_{k}"] for k in range(1, size)]
-    assert survival == pytest.approx([alive / len(committed) for alive in survived])
+    conditional = [through / tried for through, tried in zip(survived, reached)]
+    assert survival == pytest.approx([math.prod(conditional[:k]) for k in range(1, size)])
 
 
 def test_bfloat16_compute_keeps_float32_masters(base, prepared, tmp_path):
