@@ -6,8 +6,9 @@ import argparse
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from draftlab import config
 from draftlab.errors import UserError
@@ -19,9 +20,12 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Options and overrides may stand in any order."""
+    """Options and overrides may stand in any order; a wrong one is an error like any other."""
 
     parse_args = argparse.ArgumentParser.parse_intermixed_args
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; --help tells more")
 
 
 def run_parser(doc: str | None) -> argparse.ArgumentParser:
@@ -31,6 +35,45 @@ def run_parser(doc: str | None) -> argparse.ArgumentParser:
     result.add_argument("--config", type=Path, default=default, help="YAML of differences from the defaults")
     result.add_argument("overrides", nargs="*", metavar="section.key=value", help="such as draft.block_size=8")
     return result
+
+
+def sweep_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser for scripts that sweep: a run, the sweep's folder, and going on with it."""
+    result = run_parser(doc)
+    result.add_argument("--out", type=Path, help="the sweep's folder; must not exist yet")
+    result.add_argument("--resume", type=Path, metavar="FOLDER", help="go on with an interrupted sweep")
+    return result
+
+
+def run_sweep(experiment: str, args: argparse.Namespace, vary: Mapping[str, Sequence[Any]]) -> int:
+    """Start or resume a sweep as the arguments of a `sweep_parser` say; the script's exit code.
+
+    Args:
+        experiment: the script's name.
+        vary: dotted key -> its values; every combination is a trial.
+    """
+    if args.resume and (args.out or args.overrides):
+        raise UserError("--resume takes everything from the folder; expected no --out and no overrides")
+    with Progress("loading torch, Ray and MLflow") as say:
+        if args.resume:
+            say(f"going on with {args.resume}")
+            from draftlab import sweep  # slow: after the first line is out
+
+            return sweep.resume(args.resume, say)
+        base = config.load(args.config, args.overrides)
+        values = "; ".join(f"{key} {', '.join(map(str, several))}" for key, several in vary.items())
+        say(f"{experiment} for {base.target.model}: {values or f'draft.block_size {base.draft.block_size}'}")
+        from draftlab import sweep
+
+        return sweep.start(experiment, base, vary, args.out, say)
+
+
+def integers(text: str) -> list[int]:
+    """The type of an option that takes several whole numbers, by comma."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected whole numbers like 4,8,16, got {text!r}") from None
 
 
 def main(body: Callable[[Sequence[str] | None], int | None]) -> None:
