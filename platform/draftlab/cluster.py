@@ -164,7 +164,8 @@ def run_trials(runs: Mapping[str, Run], prepared: Prepared, folder: Path, watch:
         place = tune.PlacementGroupFactory([{"node:__internal_head__": 0.001}])
         tune.Tuner(
             tune.with_resources(launch, place),
-            param_space={"trial": tune.grid_search(list(runs))},
+            # the longest first, so that the last one doesn't run long after the others
+            param_space={"trial": tune.grid_search(sorted(runs, key=lambda name: -_slots(runs[name])))},
             tune_config=tune.TuneConfig(
                 max_concurrent_trials=shares.concurrent,
                 trial_name_creator=_trial_name,
@@ -175,6 +176,12 @@ def run_trials(runs: Mapping[str, Run], prepared: Prepared, folder: Path, watch:
                 name=tune_state.name, storage_path=str(tune_state.parent), callbacks=[_Listener(watch, folder)], verbose=0
             ),
         ).fit()
+
+
+def _slots(run: Run) -> int:
+    """Slots times layers that a run trains through, in all: what its time grows with."""
+    per_step = run.train.batch_size * run.train.anchors * run.draft.block_size
+    return run.train.steps * per_step * run.draft.num_hidden_layers
 
 
 def best_checkpoint(folder: Path, name: str) -> tuple[Path, int, dict[str, float]] | None:
