@@ -8,7 +8,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +51,30 @@ def tiny_run(outputs):
     """A run for the tiny target, tracked in the test's own store."""
     run = config.load(config.CONFIGS / "tiny.yaml")
     return run.replace({"tracking.uri": f"sqlite:///{outputs}/mlflow/mlflow.db"})
+
+
+@dataclass(frozen=True)
+class Swept:
+    """A sweep that was run to its end."""
+
+    folder: Path
+    tracking_uri: str
+    said: str
+    """What it printed."""
+
+
+@pytest.fixture(scope="session")
+def swept(tmp_path_factory, migrated_database):
+    """`python experiments/sweep_block_size.py` on the tiny target, run once: it takes most of a minute."""
+    from experiments import sweep_block_size
+
+    home = tmp_path_factory.mktemp("swept")
+    shutil.copy(migrated_database, home / "mlflow.db")
+    uri, folder = f"sqlite:///{home}/mlflow.db", home / "sweep"
+    tiny = ["--config", str(config.CONFIGS / "tiny.yaml"), "cluster.cpus=2", f"tracking.uri={uri}"]
+    with redirect_stdout(StringIO()) as said:
+        assert sweep_block_size.main([*tiny, "--block-sizes", "2,4", "--out", str(folder)]) == 0, said.getvalue()
+    return Swept(folder, uri, said.getvalue())
 
 
 @contextmanager

@@ -117,23 +117,21 @@ def _browser():
     return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-def test_the_ui_shows_a_sweep_with_its_trials_and_compares_them(store):
+@pytest.fixture
+def browser():
+    """Skips, visibly, where there is none."""
     if _browser() is None:
         pytest.skip("no chromium here; apt-get install chromium")
     pytest.importorskip("playwright.sync_api", reason="playwright isn't installed; pip install -e '.[test]'")
-    sweep = store.start_run("sweep_block_size", key="sweep")
-    for block_size, length, speedup in ((4, 1.7182, 1.125), (8, 2.2571, 1.3719), (16, 2.5, 1 / 3)):
-        params = {"draft.block_size": block_size, "train.lr": 6e-4, "target.model": "tiny"}
-        trial = store.start_run(f"block_size={block_size}", key=f"sweep/{block_size}", parent=sweep, params=params)
-        for step in range(0, 400, 100):
-            store.log_metrics(trial, {"loss": 5 - step / 200}, step)
-        store.log_metrics(trial, {"acceptance_length": length, "speedup": speedup}, 400)
-        store.end_run(trial, "FINISHED")
-    failed = store.start_run("block_size=32", key="sweep/32", parent=sweep, params={"draft.block_size": 32})
-    store.end_run(failed, "FAILED", "RuntimeError: out of memory")
-    store.end_run(sweep, "FINISHED")
 
-    shots = show_sweep(store.uri, store.experiment_id, sweep, SCREENSHOTS)
+
+def test_the_ui_shows_a_sweep_with_its_trials_and_compares_them(browser, swept):
+    client = MlflowClient(swept.tracking_uri)
+    experiment = client.get_experiment_by_name("draftlab")
+    name = f"sweep_block_size {swept.folder.name}"
+    (parent,) = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{name}'")
+
+    shots = show_sweep(swept.tracking_uri, parent.info.experiment_id, parent.info.run_id, SCREENSHOTS)
 
     assert [shot.name for shot in shots] == ["runs.png", "compare_acceptance_length.png", "compare_speedup.png"]
     assert all(shot.stat().st_size > 20_000 for shot in shots)

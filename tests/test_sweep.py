@@ -34,11 +34,8 @@ def runs_of(client):
     return {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
 
 
-def test_a_sweep_of_block_sizes_ends_in_a_table_figures_and_tracked_runs(tmp_path, tracked, capsys):
-    override, client = tracked
-    out = tmp_path / "out"
-    assert sweep_block_size.main([*TINY, override, "--block-sizes", "2,4", "--out", str(out)]) == 0
-    said = capsys.readouterr().out
+def test_a_sweep_of_block_sizes_ends_in_a_table_figures_and_tracked_runs(swept, capsys):
+    out, said, client = swept.folder, swept.said, MlflowClient(swept.tracking_uri)
 
     frame = pd.read_csv(out / "results.csv")
     assert list(frame["block_size"]) == [2, 4] and list(frame["gamma"]) == [1, 2]

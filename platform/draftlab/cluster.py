@@ -207,27 +207,35 @@ def _ray(config: ClusterConfig) -> Iterator[list[Node]]:
         "logging_level": "ERROR",
         "logging_config": ray.LoggingConfig(log_level="ERROR"),
     }
-    on_sigterm = signal.getsignal(signal.SIGTERM)
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(_session()) if config.address == "local" else None
+        stack.callback(_reinstall_signal_handlers)
         stack.callback(ray.shutdown)
-        if session:
-            ray.init(
-                address="local",
-                num_cpus=config.cpus or cores(),
-                object_store_memory=200_000_000,
-                include_dashboard=False,
-                _temp_dir=str(session),
-                **quiet,
-            )
-        else:
-            try:
+        on_sigterm = signal.getsignal(signal.SIGTERM)
+        try:
+            if session:
+                ray.init(
+                    address="local",
+                    num_cpus=config.cpus or cores(),
+                    object_store_memory=200_000_000,
+                    include_dashboard=False,
+                    _temp_dir=str(session),
+                    **quiet,
+                )
+            else:
                 ray.init(address=config.address, runtime_env={"env_vars": ENVIRONMENT}, **quiet)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise UserError(f"cluster.address: no Ray cluster at {config.address!r} ({error})") from error
-        signal.signal(signal.SIGTERM, on_sigterm)  # ray.init sets its own, which exits at once
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise UserError(f"cluster.address: no Ray at {config.address!r} ({error})") from error
+        finally:
+            signal.signal(signal.SIGTERM, on_sigterm)  # ray.init sets its own, which exits at once
         found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         yield [Node(int(each.get("CPU", 0)), each.get("GPU", 0.0)) for each in found]
+
+
+def _reinstall_signal_handlers() -> None:
+    """ray.shutdown leaves SIGTERM at the system's default, behind Python's back."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.getsignal(number))
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """Real Ray, the tiny target, all trials in one session: Ray's start and a trial's start cost more than the training."""
 
+import os
+import signal
 from pathlib import Path
 
 import psutil
@@ -16,6 +18,10 @@ class Log:
 
     def __init__(self, kill=None):
         self.kill, self.curves, self.restarts, self.ends, self.order = kill, {}, {}, {}, []
+        self.signals = []
+
+    def heard(self, number, _frame):
+        self.signals.append(number)
 
     def started(self, name):
         self.order.append(name)
@@ -50,7 +56,11 @@ def session(tmp_path_factory):
     }
     prepared = train.prepare(runs, lambda *_, **__: None)
     log = Log(kill="killed")
+    before = {number: signal.signal(number, log.heard) for number in (signal.SIGINT, signal.SIGTERM)}
     cluster.run_trials(runs, prepared, folder, log)
+    for number, handler in before.items():
+        os.kill(os.getpid(), number)
+        signal.signal(number, handler)
     return folder, runs, log, prepared
 
 
@@ -112,6 +122,10 @@ def test_ray_leaves_nothing_behind(session):
     assert used.name.startswith("draftlab-ray-") and not used.exists()
     left = [p.name() for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
     assert not [name for name in left if "ray" in name.lower()]
+
+
+def test_signals_are_the_drivers_again_when_ray_is_down(session):
+    assert session[2].signals == [signal.SIGINT, signal.SIGTERM]
 
 
 def test_the_cores_are_shared_among_the_workers_that_run_at_once(tiny_run):
