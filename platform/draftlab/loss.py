@@ -41,10 +41,11 @@ class _HeadCrossEntropy(torch.autograd.Function):
 def _differentiate(logits: Tensor, labels: Tensor, weights: Tensor, softcap: float | None) -> Tensor:
     """Cross-entropy (R, 1) of logits (R, V), which become their own gradient: w (softmax - onehot)."""
     capped = logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)
-    top, best = capped.max(dim=1, keepdim=True)
     picked = capped.gather(1, labels).float()
     probabilities = capped.softmax(dim=1, dtype=torch.float32)
-    loss = top.float() - probabilities.gather(1, best).log() - picked
+    # log sum exp, from the likeliest token: its probability is never so small that its logarithm is lost.
+    normaliser = capped.amax(1, keepdim=True).float() - probabilities.amax(1, keepdim=True).log()
+    loss = normaliser - picked
     probabilities.scatter_add_(1, labels, torch.full_like(picked, -1.0)).mul_(weights)
     if softcap is not None:
         probabilities.mul_(1 - (capped / softcap) ** 2)
