@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.run_parser(__doc__)
     parser.set_defaults(config=None)
     parser.add_argument("--ckpt", required=True, help="folder, MLflow run id, models:/ URI, or hub id")
-    parser.add_argument("--prompts", default="heldout", help="heldout, humaneval or a .jsonl file; :N asks for N of them")
+    parser.add_argument("--prompts", default="heldout", help="heldout, humaneval or a .jsonl file; :N takes N of them")
     parser.add_argument("--out", type=Path, help="results folder")
     args = parser.parse_args(argv)
     out = args.out or Path("outputs/acceptance") / datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")

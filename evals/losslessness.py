@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             first = decode.divergence(target, prompt, trace.tokens, decode.generate(target, prompt, limit))
             if first is not None:
                 found += 1
-                say(f"{name} diverges at token {first.position}: {first.ours}, generate {first.theirs}, gap {first.gap:.2g}")
+                tokens_there = f"{first.ours}, generate {first.theirs}"
+                say(f"{name} diverges at token {first.position}: {tokens_there}, gap {first.gap:.2g}")
             tokens, rounds = tokens + len(trace.tokens), rounds + len(trace.rounds)
             if time.monotonic() - said > 10 or n == len(named):
                 said = time.monotonic()

@@ -77,7 +77,8 @@ def check_prompt(target: Target, prompt_ids: Sequence[int], max_new_tokens: int)
     if not len(prompt_ids):
         raise UserError("prompt: expected at least one token, got none")
     if not 0 <= min(prompt_ids) <= max(prompt_ids) < target.vocab_size:
-        raise UserError(f"prompt: expected token ids below {target.vocab_size}, got {min(prompt_ids)}..{max(prompt_ids)}")
+        found = f"{min(prompt_ids)}..{max(prompt_ids)}"
+        raise UserError(f"prompt: expected token ids below {target.vocab_size}, got {found}")
     if len(prompt_ids) + max_new_tokens > target.max_positions:
         raise UserError(
             f"prompt of {len(prompt_ids)} tokens + eval.max_new_tokens {max_new_tokens}: "
@@ -182,7 +183,8 @@ def decode_speculative(
         draft.extend(context, features[:, : len(new)])
         end = _clock(device)
         at_stake = room - 1 if len(new) > accepted else accepted
-        rounds.append(Round(at_stake, accepted, len(new), drafted_at - start, verified_at - drafted_at, end - verified_at))
+        seconds = (drafted_at - start, verified_at - drafted_at, end - verified_at)
+        rounds.append(Round(at_stake, accepted, len(new), *seconds))
         start = end
     return Trace(len(prompt_ids), tokens, first - began, start - first, rounds)
 

@@ -75,7 +75,7 @@ def survival_curve(passed: np.ndarray, reached: np.ndarray) -> np.ndarray:
     """P(the first k drafted tokens are all accepted), for k = 1..B-1, from counts by slot.
 
     The running product of the conditional acceptances (Kaplan-Meier), so that the rounds which end a text count as far
-    as they went; without such rounds it is the plain share of rounds with at least k accepted tokens. NaN where unknown.
+    as they went; without such rounds it is the plain share of rounds with at least k accepted tokens. NaN is unknown.
 
     Args:
         passed, reached: (B-1,) as in `slot_counts`; additive over batches and workers.
@@ -115,7 +115,9 @@ def speedup(target_traces: Sequence[Trace], draft_traces: Sequence[Trace], end_t
     return speedup_statistic(speedup_items(target_traces, draft_traces, end_to_end))
 
 
-def speedup_items(target_traces: Sequence[Trace], draft_traces: Sequence[Trace], end_to_end: bool = False) -> np.ndarray:
+def speedup_items(
+    target_traces: Sequence[Trace], draft_traces: Sequence[Trace], end_to_end: bool = False
+) -> np.ndarray:
     """(P, 4): seconds and tokens of the target alone, seconds and tokens of speculative decoding."""
     if len(target_traces) != len(draft_traces):
         raise ValueError(f"expected one target trace a draft trace, got {len(target_traces)} and {len(draft_traces)}")

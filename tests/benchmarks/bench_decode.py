@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     ratio = median(ours) / median(theirs)
     print(f"{target.name}, {run.target.dtype}, {target.device}, {len(ours)} texts of up to {TOKENS} tokens")
-    print(f"decode_target {1e3 * median(ours):.2f} ms a token, generate {1e3 * median(theirs):.2f}; ratio of medians {ratio:.3f}")
+    print(f"milliseconds a token: decode_target {1e3 * median(ours):.2f}, generate {1e3 * median(theirs):.2f}")
+    print(f"ratio of medians {ratio:.3f}")
     times = call_times(alone, drafted)
     whole = times["draft_ms"] + times["verify_ms"] + times["commit_ms"]
     print(f"block size {draft.spec.block_size}, {draft.spec.num_hidden_layers} draft layers, mean milliseconds:",

@@ -292,7 +292,8 @@ def test_the_last_position_of_the_target_can_be_written_and_none_behind_it(endle
     trace = decode_speculative(endless, Scripted(endless, text, 8, 0.2), prompt, 10)
     assert trace.tokens == text[len(prompt) :]
     assert max(lengths) < len(prompt) + 10
-    with pytest.raises(UserError, match=f"prompt of {len(prompt)} tokens .* 11: the target has {len(prompt) + 10} positions"):
+    words = f"prompt of {len(prompt)} tokens .* 11: the target has {len(prompt) + 10} positions"
+    with pytest.raises(UserError, match=words):
         decode_target(endless, prompt, 11)
 
 
@@ -376,5 +377,6 @@ def test_the_packaged_target_decodes_as_generate_does_with_and_without_a_draft(p
     for prompt in prompts(packaged, 1):
         expected = generate(packaged, prompt, 20)
         assert decode_target(packaged, prompt, 20).tokens == expected
-        assert decode_speculative(packaged, Scripted(packaged, prompt + expected, 8, 0.2), prompt, 20).tokens == expected
+        scripted = Scripted(packaged, prompt + expected, 8, 0.2)
+        assert decode_speculative(packaged, scripted, prompt, 20).tokens == expected
         assert decode_speculative(packaged, random_draft(packaged, 8), prompt, 20).tokens == expected

@@ -289,7 +289,8 @@ def test_unknown_prompts_are_refused(target):
 def saved(target, tmp_path):
     """A trainer's checkpoint folder, its draft inside."""
     run = config.load(config.CONFIGS / "tiny.yaml", ["draft.target_layer_ids=[0,2]", "seed=5"])
-    checkpoint.save(tmp_path / "step" / "draft", draft(target), run, {"name": "tiny", "revision": None, "fingerprint": "x"})
+    made_for = {"name": "tiny", "revision": None, "fingerprint": "x"}
+    checkpoint.save(tmp_path / "step" / "draft", draft(target), run, made_for)
     return tmp_path / "step"
 
 
@@ -337,7 +338,8 @@ def test_a_hub_that_cannot_be_reached_is_one_line(store, tmp_path, monkeypatch):
         raise FileNotFoundError("Cannot find the files\nand more")
 
     monkeypatch.setattr(evaluation, "snapshot_download", offline)
-    with pytest.raises(UserError, match=r"someone/draft: no such folder, and not fetched from the hub \(Cannot find the files\)$"):
+    words = r"someone/draft: no such folder, and not fetched from the hub \(Cannot find the files\)$"
+    with pytest.raises(UserError, match=words):
         evaluation.find_checkpoint("someone/draft", store, tmp_path)
 
 
