@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -242,7 +243,7 @@ def _reinstall_signal_handlers() -> None:
 def _session() -> Iterator[Path]:
     """A folder for Ray's session, 50 MB and more, removed afterwards; so are those of drivers that were killed."""
     for left in TEMP.glob("draftlab-ray-*"):
-        with contextlib.suppress(OSError), (left / "lock").open() as lock:
+        with contextlib.suppress(OSError), (left / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held for as long as its driver lives
             shutil.rmtree(left, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix="draftlab-ray-", dir=TEMP))
@@ -251,7 +252,11 @@ def _session() -> Iterator[Path]:
         try:
             yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            for _ in range(20):  # Ray's processes write to it until they have ended, which takes a moment
+                shutil.rmtree(folder, ignore_errors=True)
+                if not folder.exists():
+                    break
+                time.sleep(0.25)
 
 
 def _trial_name(trial: Any) -> str:

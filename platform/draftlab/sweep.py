@@ -193,7 +193,7 @@ class _Sweep:
         data = self.prepared.corpus
         self.store.log_dataset(run_id, "corpus", data["fingerprint"], data["source"], "training")
         self._write_state(name, status=RUNNING, run_id=run_id, reason=None)
-        number = list(self.runs).index(name) + 1
+        number = sum(bool(state) for state in self.states.values())  # they don't start in the order given
         self.say(f"{name}: trial {number} of {len(self.runs)} starts", doing=f"starting the workers of {name}")
 
     def _start_run(self, name: str) -> str:

@@ -162,11 +162,12 @@ def test_a_machine_that_is_too_small_is_refused(tiny_run, workers, node, complai
 
 def test_session_folders_of_killed_drivers_are_removed_and_those_in_use_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "TEMP", tmp_path)
-    left = tmp_path / "draftlab-ray-left"
+    left, half = tmp_path / "draftlab-ray-left", tmp_path / "draftlab-ray-half-removed"
     left.mkdir()
+    half.mkdir()
     (left / "lock").touch()
     with cluster._session() as first:
-        assert not left.exists()
+        assert not left.exists() and not half.exists()
         with cluster._session() as second:
             assert first.is_dir() and second.is_dir() and first != second
     assert not list(tmp_path.iterdir())
