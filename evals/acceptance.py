@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from draftlab.target import load_target
         from draftlab.tracking import Store
 
+        report.check_folder(out)
         store = Store(base.tracking, Path("outputs"))
         draft, info, run = evaluation.load_draft(args.ckpt, args.config, args.overrides, store, Path(fetched))
         target = load_target(run.target)

@@ -15,10 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-import transformers
-
-from draftlab import cli, config, corpus, target
+from draftlab import cli, config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,9 +24,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the corpus: a .jsonl or .jsonl.gz file")
     args = parser.parse_args(argv)
     run = config.load(args.config, args.overrides)
-    corpus.check_out(args.out)
 
     with cli.Progress("loading the target") as say:
+        say(f"a corpus written by {run.target.model}, to {args.out}")
+        import torch  # slow, like the next: after the first line is out
+        import transformers
+
+        from draftlab import corpus, target
+
+        corpus.check_out(args.out)
         writer = target.load_target(run.target)
         prompts = None
         if args.prompts != "self":

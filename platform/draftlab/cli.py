@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 import threading
 import time
@@ -77,11 +78,16 @@ def integers(text: str) -> list[int]:
 
 
 def main(body: Callable[[Sequence[str] | None], int | None]) -> None:
-    """Run a script's `main(argv)`: a UserError is one line and exit code 2, Ctrl-C is 130."""
+    """Run a script's `main(argv)`: a UserError or a full disk is one line and exit code 2, Ctrl-C is 130."""
     try:
         code = body(None)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise
+        print(f"error: {error.filename or 'writing'}: {error.strerror}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

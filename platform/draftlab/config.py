@@ -299,7 +299,13 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose floats need no point: 3e-4 is a number, as in YAML 1.2 and everywhere else."""
+    """YAML whose floats need no point: 3e-4 is a number, as in YAML 1.2 and everywhere else. A key stands once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [key.value for key, _ in node.value]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} stands there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(

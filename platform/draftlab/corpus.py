@@ -212,6 +212,8 @@ def write_file(path: Path, rows: Iterable[dict], recipe: dict) -> int:
                 file.close()
         note = recipe_path(part)
         note.write_text(head + yaml.safe_dump(counts, sort_keys=False), encoding="utf-8")
+        if not counts["conversations"]:
+            raise UserError(f"corpus {path}: not one conversation could be written; see what was left out above")
         os.replace(note, recipe_path(path))
         os.replace(part, path)
     except OSError as error:

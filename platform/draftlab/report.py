@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+
+from draftlab.errors import UserError
 
 if TYPE_CHECKING:
     from draftlab.evaluation import Evaluation
@@ -83,6 +86,19 @@ def write_sweep(
         _survival_figure(survivals, colors).savefig(out / "survival.png")
         _training_figure(curves, colors).savefig(out / "training.png")
     return frame
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse, before any work, a results folder that is in use or can't be made.
+
+    Raises:
+        UserError: it is a file, it has something in it, or the place is not writable.
+    """
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"--out {folder}: is there already; go on with it by --resume, or name another folder")
+    place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"--out {folder}: expected a folder that can be made, but {place} is no writable folder")
 
 
 def write_evaluation(evaluations: Mapping[str, Evaluation], out: Path) -> None:

@@ -106,8 +106,7 @@ def start(
     runs = trials(base, vary)
     cluster.check(base, len(runs))
     folder = (out or OUTPUTS / experiment / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}").resolve()
-    if folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"--out {folder}: is there already; go on with it by --resume, or name another folder")
+    report.check_folder(folder)
     store = _store(base, None, say)
     prepared = train.prepare(runs, say)
     _make(folder)

@@ -1,5 +1,7 @@
 """What scripts share: arguments, exit codes, and progress that is never silent for long."""
 
+import errno
+import os
 import re
 import time
 
@@ -105,3 +107,13 @@ def test_no_heartbeat_comes_while_lines_do(capsys):
 
 def test_the_default_heartbeat_is_well_within_half_a_minute():
     assert cli.Progress("work").beat <= 25
+
+
+def test_a_full_disk_is_one_line_and_exit_code_2(capsys):
+    def body(argv):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/cache/layer_001.bin")
+
+    with pytest.raises(SystemExit) as caught:
+        cli.main(body)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "error: /cache/layer_001.bin: No space left on device\n"

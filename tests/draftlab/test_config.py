@@ -226,3 +226,10 @@ def test_every_section_is_frozen_and_refuses_unknown_keys():
     assert len(SECTIONS) >= 10
     for section in SECTIONS:
         assert section.model_config["frozen"] and section.model_config["extra"] == "forbid"
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    path = tmp_path / "twice.yaml"
+    path.write_text("train: {steps: 3}\nseed: 1\ntrain: {lr: 1}\n")
+    with pytest.raises(UserError, match="'train' stands there twice"):
+        config.load(path)

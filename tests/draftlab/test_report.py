@@ -9,6 +9,7 @@ from matplotlib.image import imread
 
 from draftlab import report
 from draftlab.decode import Round, Trace
+from draftlab.errors import UserError
 from draftlab.evaluation import Evaluation, Pair
 
 
@@ -181,3 +182,14 @@ def test_first_failures_are_shares_of_all_rounds():
     figure = report._first_failure_figure({"a": [1, 1, 0, 2], "b": [0, 0]}, report._colors(["a", "b"]))
     heights = [[bar.get_height() for bar in axis.patches] for axis in figure.axes]
     assert heights == [[0.25, 0.25, 0, 0.5], [0, 0]]
+
+
+def test_a_results_folder_that_is_in_use_or_cannot_be_made_is_refused(tmp_path):
+    report.check_folder(tmp_path / "new" / "deeper")
+    report.check_folder(tmp_path)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="is there already"):
+        report.check_folder(tmp_path)
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match="no writable folder"):
+            report.check_folder(place)
