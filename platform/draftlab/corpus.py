@@ -192,9 +192,10 @@ def write_file(path: Path, rows: Iterable[dict], recipe: dict) -> int:
         Rows written.
 
     Raises:
-        UserError: the place can't be written.
+        UserError: the place can't be written, or there is no row.
     """
     part = path.with_name(f".{path.name}.part")
+    note = recipe_path(part)
     head = yaml.safe_dump(recipe, sort_keys=False)  # first of all: nothing may fail after hours of writing
     counts = {"conversations": 0, "tokens": 0, "supervised_tokens": 0, "unfinished": 0}
     try:
@@ -210,16 +211,16 @@ def write_file(path: Path, rows: Iterable[dict], recipe: dict) -> int:
                 counts["unfinished"] += not row["finished"]
             if file is not raw:
                 file.close()
-        note = recipe_path(part)
-        note.write_text(head + yaml.safe_dump(counts, sort_keys=False), encoding="utf-8")
         if not counts["conversations"]:
             raise UserError(f"corpus {path}: not one conversation could be written; see what was left out above")
+        note.write_text(head + yaml.safe_dump(counts, sort_keys=False), encoding="utf-8")
         os.replace(note, recipe_path(path))
         os.replace(part, path)
     except OSError as error:
         raise UserError(f"corpus {path}: can't be written ({error.strerror})") from error
     finally:
         part.unlink(missing_ok=True)
+        note.unlink(missing_ok=True)
     return counts["conversations"]
 
 

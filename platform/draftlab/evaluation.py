@@ -231,7 +231,7 @@ def load_draft(
     own = folder / checkpoint.RUN
     for override in overrides:
         if override.startswith(("draft.", "loss.", "train.")):
-            raise UserError(f"override {override!r}: the draft is trained already; expected target, corpus or eval settings")
+            raise UserError(f"override {override!r}: the draft is trained already, expected target, corpus or eval")
     run = configs.load(config_file or (own if own.is_file() else configs.DEFAULT_CONFIG), overrides)
     draft, info = checkpoint.load(folder)
     return draft, info, run

@@ -452,3 +452,9 @@ def test_packaged_rows_are_the_prompt_by_the_template_and_then_the_answer(shippe
         assert row.ids[:start].tolist() == packaged.chat(list(row.messages[:1]))
         assert packaged.tokenizer.decode(row.ids[start:], skip_special_tokens=True) == row.messages[1]["content"]
         assert row.key == hashlib.sha256(json.dumps([["user", row.messages[0]["content"]]]).encode()).hexdigest()
+
+
+def test_a_corpus_without_a_row_is_refused_and_leaves_nothing(tmp_path):
+    with pytest.raises(UserError, match="not one conversation could be written"):
+        write_file(tmp_path / "corpus.jsonl.gz", [], {"seed": 0})
+    assert list(tmp_path.iterdir()) == []

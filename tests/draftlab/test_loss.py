@@ -15,7 +15,6 @@ def cross_entropy(*args, chunk=3, **options):
     return _cross_entropy(*args, chunk=chunk, **options)
 
 
-
 def rows(count, seed=0, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(count, D, generator=generator, dtype=torch.float64).to(dtype)
