@@ -1,6 +1,7 @@
 """Speculative decoding against the target alone, against transformers' `generate`, and against an independent oracle
 that keeps no cache and recomputes everything in every round, written from the definition of a round."""
 
+import dataclasses
 import random
 
 import pytest
@@ -91,6 +92,9 @@ class Scripted:
         self.rng = random.Random(seed)
         self.features = recomputed(target, text)[1]
 
+    def head(self, head):
+        return head
+
     class Context:
         length = 0
 
@@ -160,7 +164,7 @@ def training_forward(target, draft, block_size):
         padded = torch.cat([features, torch.zeros_like(features[:1])])[None]
         with torch.no_grad():
             hidden = draft(padded, target.ends.embedding(block)[None, None], torch.tensor([[len(text) - 1]]))
-        return target.ends.head.logits(hidden[0, 0, 1:]).argmax(-1).tolist()
+        return draft.head(target.ends.head).greedy(hidden[0, 0, 1:]).tolist()
 
     return propose
 
@@ -380,3 +384,21 @@ def test_the_packaged_target_decodes_as_generate_does_with_and_without_a_draft(p
         scripted = Scripted(packaged, prompt + expected, 8, 0.2)
         assert decode_speculative(packaged, scripted, prompt, 20).tokens == expected
         assert decode_speculative(packaged, random_draft(packaged, 8), prompt, 20).tokens == expected
+
+
+# ---- a reduced draft vocabulary
+
+
+@pytest.mark.parametrize("size", [2, 40, 300])
+def test_a_draft_with_a_reduced_vocabulary_changes_no_token_and_guesses_among_its_own(endless, learnt_draft, size):
+    draft = Draft(dataclasses.replace(learnt_draft.spec, draft_vocab_size=size))
+    draft.load_state_dict(learnt_draft.state_dict(), strict=False)
+    often = torch.bincount(torch.tensor(generate(endless, prompts(endless, 1)[0], LIMIT)), minlength=endless.vocab_size)
+    draft.set_vocabulary(often.argsort(descending=True, stable=True)[:size])
+    head, rows = draft.head(endless.ends.head), torch.randn(20, endless.hidden_size)
+    assert set(head.greedy(rows).tolist()) <= set(draft.token_ids.tolist())
+    for prompt in prompts(endless, 4):
+        trace = decode_speculative(endless, draft.eval(), prompt, LIMIT)
+        assert trace.tokens == generate(endless, prompt, LIMIT)
+        expected = oracle(endless, training_forward(endless, draft, 8), prompt, LIMIT, 8, endless.eos_token_ids)
+        assert rounds_of(trace) == expected[1]
