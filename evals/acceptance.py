@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with cli.Progress("loading the draft and its target") as say, tempfile.TemporaryDirectory() as fetched:
         say(f"acceptance of {args.ckpt}")
-        from draftlab import checkpoint, drafts, evaluation, report  # slow: after the first line is out
+        from draftlab import drafts, evaluation, report  # slow: after the first line is out
         from draftlab.target import load_target
         from draftlab.tracking import Store
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         store = Store(base.tracking, Path("outputs"))
         draft, info, run = drafts.load_draft(args.ckpt, args.config, args.overrides, store, Path(fetched))
         target = load_target(run.target)
-        checkpoint.check_target(draft.spec, target)
+        drafts.check_target(draft, info, target)
         say(f"draft {info.hash} with blocks of {draft.spec.block_size}, target {target.name} in {run.target.dtype}")
         prompts = [target.chat(messages) for messages in evaluation.load_prompts(args.prompts, run, target, say)]
 
