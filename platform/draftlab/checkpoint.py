@@ -206,7 +206,8 @@ def spec_from_json(
     try:
         rotary(spec, torch.arange(1))
     except Exception as error:  # each kind of rope has its own parameters, and its own way to miss them
-        raise UserError(f"{where}: rope_parameters can't be used ({type(error).__name__}: {first_line(error)})") from error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{where}: rope_parameters can't be used ({reason})") from error
     return spec
 
 

@@ -1,4 +1,4 @@
-"""Other projects' config.json: read as the same draft as the authors' own, written as theirs, refused where it differs."""
+"""Other projects' config.json: read as the same draft as the authors' own, written as theirs, or refused."""
 
 import copy
 
@@ -137,7 +137,7 @@ STRANGERS = {
         {**{k: v for k, v in AUTHORS.items() if k != "layer_types"}, "use_sliding_window": True}, "layer_types"
     ),
     "biases": ({**AUTHORS, "attention_bias": True}, "attention_bias must be False"),
-    "duplicate layers": ({**AUTHORS, "dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 1]}}, "more than once"),
+    "duplicates": ({**AUTHORS, "dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 1]}}, "more than once"),
 }
 
 
