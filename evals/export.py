@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         store = Store(base.tracking, Path("outputs"))
         draft, info, run = drafts.load_draft(args.ckpt, args.config, args.overrides, store, Path(fetched))
         target = load_target_config(run.target)
-        head = None if draft.spec.draft_vocab_size is None else load_target(run.target).ends.head
+        lends = args.to == "speculators" and draft.spec.draft_vocab_size is not None
+        head = load_target(run.target).ends.head if lends else None
         checkpoint.export(args.out, draft, args.to, run.target.model, target.architectures or [], head)
         say(f"draft {info.hash} written to {args.out}")
     return 0
