@@ -6,7 +6,8 @@ Run:    python evals/export.py --ckpt CKPT --to zlab --out DIR
     CKPT as in evals/acceptance.py, published drafts included: from one form to the other. `zlab` is the form of the
     DFlash authors, which SGLang and vLLM load; `speculators` is that of vllm-project/speculators. The latter names the
     target, by target.model. What a published config.json lacks is given by draft.mask_token_id=ID,
-    draft.target_layer_ids=[ID,...] or target.model=NAME (the number of its layers).
+    draft.target_layer_ids=[ID,...] or target.model=NAME (the number of its layers). The authors' form has no reduced
+    vocabulary (draft.vocab): there the draft guesses through the target's whole head.
 Writes: config.json and model.safetensors under --out, which must not exist yet.
 Cost:   seconds.
 Source: platform/draftlab/formats.py names the code that reads each form.
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         target = load_target_config(run.target)
         lends = args.to == "speculators" and draft.spec.draft_vocab_size is not None
         head = load_target(run.target).ends.head if lends else None
+        if args.to == "zlab" and draft.spec.draft_vocab_size is not None:
+            say("zlab has no reduced vocabulary: the draft written there guesses through the target's whole head")
         checkpoint.export(args.out, draft, args.to, run.target.model, target.architectures or [], head)
         say(f"draft {info.hash} written to {args.out}")
     return 0

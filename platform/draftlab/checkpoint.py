@@ -14,7 +14,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -244,7 +244,7 @@ def save(
         target: {"name", "revision", "fingerprint"} of the frozen target.
         origin: `provenance()` of the process that the user started; None is this one.
     """
-    _write_draft(folder, draft, spec_to_json(draft.spec, "float32"))
+    _write_draft(folder, draft.state_dict(), spec_to_json(draft.spec, "float32"))
     (folder / RUN).write_text(run.to_yaml(), encoding="utf-8")
     _write_json(folder / PROVENANCE, {"target": target, **(origin or provenance())})
 
@@ -258,29 +258,25 @@ def export(
         folder: made if needed.
         form: `zlab` (the authors') or `speculators`.
         target, architectures: as in `formats.to_speculators`.
-        head: the target's; needed for a reduced vocabulary, whose rows of it speculators' form carries.
-
-    Raises:
-        UserError: the authors' form has no reduced vocabulary.
+        head: the target's; needed for a reduced vocabulary, whose rows of it speculators' form carries. The authors'
+            form has none: there the draft guesses through the whole head.
     """
-    data, lent = spec_to_json(draft.spec, "float32"), {}
-    if form == "speculators":
-        data = formats.to_speculators(data, target, architectures)
-        if draft.spec.draft_vocab_size is not None:
-            lent = {"lm_head.weight": draft.head(head).weight}
-    elif draft.spec.draft_vocab_size is not None:
-        size = draft.spec.draft_vocab_size
-        raise UserError(f"--to zlab: the authors' form has no reduced vocabulary, got {size} tokens; use speculators")
-    _write_draft(folder, draft, data, lent)
+    tensors, spec = draft.state_dict(), draft.spec
+    if form == "zlab":
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+        data = spec_to_json(replace(spec, draft_vocab_size=None), "float32")
+    else:
+        data = formats.to_speculators(spec_to_json(spec, "float32"), target, architectures)
+        if spec.draft_vocab_size is not None:
+            tensors["lm_head.weight"] = draft.head(head).weight
+    _write_draft(folder, tensors, data)
 
 
-def _write_draft(
-    folder: Path, draft: Draft, data: dict[str, Any], lent: Mapping[str, torch.Tensor] | None = None
-) -> None:
+def _write_draft(folder: Path, tensors: Mapping[str, torch.Tensor], data: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: (tensor.detach().float() if tensor.is_floating_point() else tensor).cpu().contiguous()
-        for name, tensor in {**draft.state_dict(), **(lent or {})}.items()
+        for name, tensor in tensors.items()
     }
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     _write_json(folder / CONFIG, data)
