@@ -13,6 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+DPACE_FLOOR = 0.5
+"""s of D-PACE: what an impossible token counts as; as published."""
+
 
 def position_weights(block_size: int, gamma: float) -> Tensor:
     """Weight of each slot of a block: 0 for the anchor, then exp(-(k-1)/gamma).
@@ -36,6 +39,25 @@ def position_weights(block_size: int, gamma: float) -> Tensor:
     slots = torch.arange(block_size, dtype=torch.float32)
     decay = torch.ones(block_size) if math.isinf(gamma) else torch.exp(-(slots - 1) / gamma)
     return torch.where(slots == 0, 0.0, decay)
+
+
+def dynamic_weights(probabilities: Tensor, mask: Tensor) -> Tensor:
+    """D-PACE: each slot weighs as much as it still matters, given how likely decoding is to get there and beyond.
+
+    c_k = (1 - s) p_k + s and w_k = sum over m >= k of c_1 .. c_m. A masked slot is 1 in the products, 0 in the sum.
+
+    Args:
+        probabilities: (..., B) the draft's probability of each slot's label.
+        mask: (..., B) bool, does the slot count?
+
+    Returns:
+        (..., B), 0 where masked. The loss is normalised by the anchors, not by these weights.
+
+    Source: arXiv:2605.18810.
+    """
+    chances = torch.where(mask, (1 - DPACE_FLOOR) * probabilities + DPACE_FLOOR, 1.0)
+    reached = chances.cumprod(-1) * mask
+    return reached.flip(-1).cumsum(-1).flip(-1) * mask
 
 
 def anchor_candidates(supervised: Tensor, lengths: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +22,11 @@ DEFAULT_CONFIG = CONFIGS / "smollm2.yaml"
 
 PUBLISHED_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 """Loss decay by block size, as published (arXiv:2602.06036, training details)."""
+
+DISTILLED = ("l1", "tv", "kl", "reverse_kl", "topk_kl", "lk", "lk_hybrid")
+"""Loss terms that compare the draft's distribution with the target's."""
+
+Weight = Annotated[float, Field(ge=0)]
 
 
 class Section(BaseModel):
@@ -105,13 +111,54 @@ class DraftConfig(Section):
 
 
 class LossConfig(Section):
-    """Cross-entropy against the corpus, decayed along the block."""
+    """A weighted mix of terms, each slot of a block with its position's weight."""
 
+    ce: Weight = 1.0
+    """Cross-entropy against the corpus's tokens."""
+    l1: Weight = 0.0
+    """sum |q - p|, twice the total variation. This and the terms below compare the draft's distribution p with the
+    target's q and need features.last_hidden."""
+    tv: Weight = 0.0
+    """Total variation: the share of drafted tokens that rejection sampling would reject."""
+    kl: Weight = 0.0
+    """KL(q || p)."""
+    reverse_kl: Weight = 0.0
+    """KL(p || q)."""
+    topk_kl: Weight = 0.0
+    """KL(q' || p), q' being q over its own top_k tokens."""
+    lk: Weight = 0.0
+    """-log sum min(p, q): of the acceptance, the logarithm."""
+    lk_hybrid: Weight = 0.0
+    """lambda KL + (1 - lambda) TV; lambda falls from 1 to exp(-3) as the acceptance rises from 0 to 1."""
+    top_k: Annotated[int, Field(ge=1)] = 10
+    """K of topk_kl."""
+    positions: Literal["decay", "dpace"] = "decay"
+    """Weights along the block: exponential `decay` by gamma, or D-PACE (arXiv:2605.18810): by how likely decoding is
+    to get past each slot, as the draft stands now."""
     gamma: Annotated[float, Field(gt=0, allow_inf_nan=True)] | Literal["tied"] = "tied"
     """Decay length in tokens: slot k weighs exp(-(k-1)/gamma); .inf is no decay; `tied` follows block_size as
     published (16: 7, 10: 5, 8: 4), and block_size / 2 elsewhere."""
+    gamma_step: Annotated[float, Field(ge=0)] = 0.0
+    """Added to gamma at each epoch (DFlare: 1, from 4.5)."""
+    gamma_cap: Annotated[float, Field(gt=0, allow_inf_nan=True)] = math.inf
+    """Largest gamma that the steps lead to."""
+    log_slots: bool = False
+    """Also log every term slot by slot."""
     chunk_rows: Annotated[int, Field(ge=1)] = 256
     """Slots whose logits exist at once."""
+
+    @property
+    def distilled(self) -> dict[str, float]:
+        """Weights of the terms against the target's distribution that are switched on."""
+        return {name: weight for name in DISTILLED if (weight := getattr(self, name))}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LossConfig:
+        if not (self.ce or self.distilled):
+            raise ValueError(f"loss: expected a weight above 0 for one of ce, {', '.join(DISTILLED)}")
+        if self.positions == "dpace" and (self.gamma, self.gamma_step, self.gamma_cap) != ("tied", 0, math.inf):
+            raise ValueError("loss.positions=dpace: has no decay, but one of loss.gamma, gamma_step, gamma_cap is set")
+        return self
 
 
 class TrainConfig(Section):
@@ -219,12 +266,27 @@ class Run(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _loss(self) -> Run:
+        if self.gamma > self.loss.gamma_cap:
+            raise ValueError(f"loss.gamma is {self.gamma:g} at first, above loss.gamma_cap={self.loss.gamma_cap:g}")
+        if self.loss.distilled and not self.features.last_hidden:
+            terms = ", ".join(f"loss.{name}" for name in self.loss.distilled)
+            raise ValueError(f"{terms}: needs the target's last hidden state, but features.last_hidden is false")
+        return self
+
     @property
     def gamma(self) -> float:
-        """The loss decay in force: as given, or tied to the block size."""
+        """The loss decay in force, at first: as given, or tied to the block size; inf with D-PACE."""
+        if self.loss.positions == "dpace":
+            return math.inf
         if self.loss.gamma == "tied":
             return PUBLISHED_GAMMA.get(self.draft.block_size, self.draft.block_size / 2)
         return float(self.loss.gamma)
+
+    def gamma_at(self, epoch: int) -> float:
+        """The loss decay of an epoch, the first being 0."""
+        return min(self.gamma + epoch * self.loss.gamma_step, self.loss.gamma_cap)
 
     def replace(self, overrides: dict[str, Any]) -> Run:
         """A new, validated run with dotted keys replaced, e.g. {"draft.block_size": 8}.

@@ -30,7 +30,7 @@ from draftlab.draft import Draft, DraftSpec, adapt
 from draftlab.errors import UserError
 from draftlab.features import Batch, Features
 from draftlab.init import check_layers, initialise
-from draftlab.loss import cross_entropy
+from draftlab.loss import check_vocabulary, through_head
 from draftlab.target import Ends, Target, load_target, load_target_config
 
 REPORT_SECONDS = 5.0
@@ -82,6 +82,7 @@ def prepare(runs: dict[str, Run], say: Callable[..., None]) -> Prepared:
             raise UserError(f"trial {name}: target, corpus and features must be the same for all trials")
         try:
             layers.update(adapt(shape, run.draft, mask_token_id=0).target_layer_ids)
+            check_vocabulary(run.loss, run.draft.vocab or shape.vocab_size)
         except UserError as error:
             raise UserError(f"trial {name}: {error}") from error
     say(f"target {first.target.model}: loading", doing="loading the target")
@@ -168,7 +169,7 @@ class Blocks:
 
 
 def make_blocks(batch: Batch, anchors: Tensor, valid: Tensor, spec: DraftSpec, position_weights: Tensor) -> Blocks:
-    """Inputs, labels and weights of a batch's blocks."""
+    """Inputs, labels and weights of a batch's blocks; position_weights is (B,), or (N, 1, B) for each row its own."""
     size = spec.block_size
     labels, mask = blocks.block_labels(batch.ids, batch.supervised, batch.lengths, anchors, valid, size)
     return Blocks(
@@ -230,17 +231,16 @@ class _Loop:
             self.draft.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay,
             fused=True,
         )
-        self.position_weights = blocks.position_weights(spec.block_size, run.gamma)
         self.step, self.seconds, self.supervised_tokens, self.empty_steps = 0, 0.0, 0, 0
 
     def _open(self, target: Target, spec: DraftSpec) -> Features:
         if self.prepared.store is not None:
-            return features.open_store(Path(self.prepared.store), spec.target_layer_ids)
+            return features.open_store(Path(self.prepared.store), spec.target_layer_ids, bool(self.run.loss.distilled))
         quiet = lambda *_, **__: None  # noqa: E731
         corpus = load_corpus(self.run.corpus, target, self.prepared.corpus["seed"], quiet)
         if corpus.fingerprint != self.prepared.corpus["fingerprint"]:
             raise UserError(f"the corpus on this machine ({corpus.source}) is another than the driver's")
-        return features.OnlineFeatures(target, corpus, spec.target_layer_ids)
+        return features.OnlineFeatures(target, corpus, spec.target_layer_ids, bool(self.run.loss.distilled))
 
     def run_from(self, resume: Path | None) -> None:
         if resume is not None:
@@ -282,7 +282,8 @@ class _Loop:
             candidates = blocks.anchor_candidates(batch.supervised, batch.lengths)
             seeds = [(self.run.seed, epoch, row) for epoch, row in part]
             anchors, valid = blocks.sample_anchors(candidates, config.anchors, seeds)
-            part = make_blocks(batch, anchors, valid, self.draft.spec, self.position_weights)
+            decay = [blocks.position_weights(self.draft.spec.block_size, self.run.gamma_at(epoch)) for epoch, _ in part]
+            part = make_blocks(batch, anchors, valid, self.draft.spec, torch.stack(decay)[:, None])
             part.weights *= self.head.rows(part.labels)[1]  # a token that the draft can't guess teaches nothing
             yield part
 
@@ -292,22 +293,23 @@ class _Loop:
         parts = list(self._micro_batches())
         # The denominator spans all splits and workers, so it must be known before the first backward pass.
         touched, available = map(sum, zip(*(_coverage(part) for part in parts), strict=True))
-        weight = float(sum(part.weights.sum(dtype=torch.float64) for part in parts))
+        weight = float(sum(self._denominator(part) for part in parts))
         slots = sum(int((part.weights > 0).sum()) for part in parts)
         weight, slots, touched, available = self._sum([weight, slots, touched, available])
         lr = learning_rate(self.step, config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad(set_to_none=True)
-        loss = 0.0
+        loss, terms = 0.0, 0.0
         for i, part in enumerate(parts):
             last = i == len(parts) - 1
             with nullcontext() if last or self.world_size == 1 else self.model.no_sync():
-                numerator = self._numerator(part)
+                numerator, by_slot = self._numerator(part)
                 # DDP averages over the workers; the loss is a sum over them, divided once.
                 (numerator * (self.world_size / max(weight, 1e-9))).backward()
             loss += numerator.item()
-        (loss,) = self._sum([loss])
+            terms += by_slot
+        loss, *flat = self._sum([loss, *terms.flatten().tolist()])
         loss = loss / weight if weight else 0.0
         norm = float(torch.nn.utils.clip_grad_norm_(self.draft.parameters(), config.clip))
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -326,18 +328,49 @@ class _Loop:
             "supervised_tokens": self.supervised_tokens,
             "empty_steps": self.empty_steps,
             "tokens_per_second": slots / (time.monotonic() - began),
+            **self._by_term(np.reshape(flat, terms.shape), weight),
         }
 
-    def _numerator(self, part: Blocks) -> Tensor:
+    def _denominator(self, part: Blocks) -> Tensor:
+        """What the loss is divided by: the slots' weights; with D-PACE the anchors, whatever their slots weigh."""
+        if self.run.loss.positions == "dpace":
+            return (part.weights > 0).any(-1).sum()
+        return part.weights.sum(dtype=torch.float64)
+
+    def _numerator(self, part: Blocks) -> tuple[Tensor, Tensor]:
+        """The weighted sum of the loss, and by slot (B, 1 + terms) the weights' sum and the weighted terms' sums."""
         hidden = self._hidden(self.model, part)
         counts = part.weights > 0
-        head = self.head
-        labels, _ = head.rows(part.labels[counts])
-        numerator, _ = cross_entropy(
-            hidden[counts].to(head.weight.dtype), labels, part.weights[counts], head.weight,
-            softcap=head.softcap, chunk=self.run.loss.chunk_rows,
+        row, position, slot = _labels(part)
+        head, config, batch = self.head, self.run.loss, part.batch
+
+        def dynamic(cross_entropy: Tensor) -> Tensor:
+            probabilities = torch.zeros_like(part.weights)
+            probabilities[counts] = (-cross_entropy).exp()
+            return blocks.dynamic_weights(probabilities, counts)[counts]
+
+        numerator, terms = through_head(
+            hidden[counts].to(head.weight.dtype), head.rows(part.labels[counts])[0], part.weights[counts], head.weight,
+            config,
+            teacher=batch.last_hidden[row, position - 1].to(head.weight.dtype) if config.distilled else None,
+            softcap=head.softcap, reweigh=dynamic if config.positions == "dpace" else None,
         )
-        return numerator
+        sums = torch.cat([part.weights[counts][:, None], terms], dim=1).double()
+        return numerator, sums.new_zeros(part.labels.shape[-1], sums.shape[1]).index_add_(0, slot, sums).cpu()
+
+    def _by_term(self, sums: np.ndarray, weight: float) -> dict[str, float]:
+        """Each term of the loss by itself where there are several, and by slot on request."""
+        config = self.run.loss
+        names = ["ce", *config.distilled]
+        weights, terms = sums[:, 0], sums[:, 1:]
+        result = {}
+        if config.distilled and weight:
+            result = {f"loss_{name}": total / weight for name, total in zip(names, terms.sum(0).tolist())}
+        if config.log_slots:
+            for k in np.flatnonzero(weights):
+                means = (terms[k] / weights[k]).tolist()
+                result |= {f"loss_{name}_slot_{k}": mean for name, mean in zip(names, means)}
+        return result
 
     def _hidden(self, model: torch.nn.Module, part: Blocks) -> Tensor:
         dtype = getattr(torch, self.run.train.dtype)
@@ -417,10 +450,13 @@ class _Loop:
 
 def _coverage(part: Blocks) -> tuple[int, int]:
     """Distinct supervised tokens that some slot predicts, and all of the batch's supervised tokens."""
-    size = part.labels.shape[-1]
-    positions = blocks.block_positions(part.anchors, size)
-    row = torch.arange(len(positions), device=positions.device)[:, None, None].expand_as(positions)
+    row, position, _ = _labels(part)
     touched = torch.zeros_like(part.batch.supervised)
-    counts = part.weights > 0
-    touched[row[counts], positions[counts]] = True
+    touched[row, position] = True
     return int(touched.sum()), int(part.batch.supervised.sum())
+
+
+def _labels(part: Blocks) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, position and slot of every label that counts, each (R,), in the order of `x[part.weights > 0]`."""
+    row, anchor, slot = (part.weights > 0).nonzero(as_tuple=True)
+    return row, part.anchors[row, anchor] + slot, slot

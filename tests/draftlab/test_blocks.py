@@ -1,5 +1,6 @@
 """Anchors, inputs, labels and visibility, each against a plain loop over positions."""
 
+import itertools
 import math
 from collections import Counter
 
@@ -203,3 +204,24 @@ def test_visibility_equals_a_loop_over_queries_and_keys(block_size):
 def test_visibility_with_no_context_is_the_blocks_own():
     seen = blocks.visible(torch.tensor([[0, 0]]), 0, 2)
     assert seen.int().tolist() == [[[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]]
+
+
+def test_dynamic_weights_equal_a_loop_over_slots():
+    """w_k = sum over m >= k of c_1 .. c_m, c = (1 + p) / 2; what is masked is 1 in a product and 0 in the sum."""
+    generator = torch.Generator().manual_seed(0)
+    probabilities = torch.rand(3, 4, 6, generator=generator, dtype=torch.float64)
+    mask = torch.rand(3, 4, 6, generator=generator) < 0.7
+    weights = blocks.dynamic_weights(probabilities, mask)
+    for index in itertools.product(range(3), range(4)):
+        p, counts = probabilities[index].tolist(), mask[index].tolist()
+        for k in range(6):
+            expected = 0.0
+            for m in range(k, 6):
+                if counts[m]:
+                    expected += math.prod((1 + p[i]) / 2 for i in range(m + 1) if counts[i])
+            assert weights[index][k].item() == pytest.approx(expected if counts[k] else 0.0, abs=1e-12)
+
+
+def test_dynamic_weights_of_a_certain_draft_count_the_slots_still_to_come():
+    weights = blocks.dynamic_weights(torch.ones(5), torch.tensor([False, True, True, True, True]))
+    assert weights.tolist() == [0, 4, 3, 2, 1]

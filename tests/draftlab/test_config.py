@@ -122,6 +122,10 @@ WRONG = [
     "loss.gamma=.nan",
     "loss.gamma=fast",
     "loss.gamma=true",
+    "loss.ce=-1",
+    "loss.l1=some",
+    "loss.top_k=0",
+    "loss.positions=late",
     "corpus.heldout=0",
     "corpus.heldout=1",
     "target.model=8",
@@ -167,6 +171,29 @@ def test_gamma_tied_to_the_block_size_is_as_published(block_size, gamma):
 def test_a_given_gamma_stands_whatever_the_block_size():
     assert config.load(overrides=["loss.gamma=3", "draft.block_size=16"]).gamma == 3.0
     assert config.load(overrides=["loss.gamma=.inf"]).gamma == math.inf
+
+
+CONTRADICTIONS = {
+    ("loss.l1=0.9",): ("loss.l1", "features.last_hidden"),
+    ("loss.kl=1", "features.mode=online"): ("loss.kl", "features.last_hidden"),
+    ("loss.ce=0",): ("loss", "topk_kl"),
+    ("loss.positions=dpace", "loss.gamma=4"): ("loss.positions", "loss.gamma"),
+    ("loss.positions=dpace", "loss.gamma_step=1"): ("loss.positions", "gamma_step"),
+    ("loss.gamma=5", "loss.gamma_cap=4"): ("loss.gamma", "loss.gamma_cap"),
+}
+
+
+@pytest.mark.parametrize("overrides", CONTRADICTIONS)
+def test_settings_that_contradict_each_other_are_refused_by_name(overrides):
+    message = refusal(list(overrides))
+    assert all(name in message for name in CONTRADICTIONS[overrides])
+
+
+def test_a_loss_is_any_mix_of_terms(tmp_path):
+    path = written(tmp_path, "features: {last_hidden: true}\nloss: {ce: 0.1, l1: 0.9}\n")
+    loss = config.load(path).loss
+    assert (loss.ce, loss.distilled) == (0.1, {"l1": 0.9})
+    assert (Run().loss.ce, Run().loss.distilled) == (1.0, {})
 
 
 def test_replace_makes_a_new_validated_run():

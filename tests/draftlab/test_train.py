@@ -355,6 +355,110 @@ def test_one_step_is_golden(target, tmp_path):
     assert checksum(done.weights(1)) == pytest.approx(GOLDEN_WEIGHTS, abs=0.01)  # the step moved it by -0.29
 
 
+# ---- other losses
+
+DISTILLED = {"features.last_hidden": True, "loss.ce": 0.1, "loss.l1": 0.9, "loss.kl": 0.3}
+
+
+def test_one_distilled_step_equals_the_oracle(corpus, target, tmp_path):
+    """The target's distribution for the label at t is read at t - 1; every term is told by itself, and by slot."""
+    changes = {"draft.init": "random", "train.steps": 1, "train.clip": 0.5, "loss.gamma": 1.7, "loss.log_slots": True}
+    run = RUN.replace(DISTILLED | changes)
+    prepared = train.prepare({"distilled": run}, quiet)
+    (metrics,) = trained(run, prepared, tmp_path).metrics
+    draft = Draft(adapt(target.config, run.draft, target.mask_token_id))
+    draft.reset(run.seed)
+    slots, _ = slots_of_step(run, prepared, corpus, target, 0)
+    sums = {name: [[0.0, 0.0] for _ in range(run.draft.block_size)] for name in ("ce", "l1", "kl")}
+    head = target.ends.head.weight.double()
+    for row, a, k in slots:
+        ids = torch.tensor(corpus.rows[row].ids, dtype=torch.int64)
+        tapped, last = target.tapped(ids[None], torch.tensor([len(ids)]), draft.spec.target_layer_ids, True)
+        tokens = torch.tensor([int(ids[a])] + [draft.spec.mask_token_id] * (draft.spec.block_size - 1))
+        embeds = target.ends.embedding(tokens)[None, None]
+        hidden = draft(tapped.bfloat16().float(), embeds, torch.tensor([[a]]))[0, 0, k]
+        log_p = (hidden.double() @ head.T).log_softmax(-1)
+        log_q = (last[0, a + k - 1].bfloat16().double() @ head.T).log_softmax(-1)
+        found = {
+            "ce": -log_p[ids[a + k]],
+            "l1": (log_p.exp() - log_q.exp()).abs().sum(),
+            "kl": (log_q.exp() * (log_q - log_p)).sum(),
+        }
+        for name, value in found.items():
+            weight = math.exp(-(k - 1) / 1.7)
+            sums[name][k][0] += weight * value.item()
+            sums[name][k][1] += weight
+    loss = 0.0
+    for name, by_slot in sums.items():
+        total = sum(n for n, _ in by_slot) / sum(d for _, d in by_slot)
+        assert metrics[f"loss_{name}"] == pytest.approx(total, rel=1e-5)
+        loss += {"ce": 0.1, "l1": 0.9, "kl": 0.3}[name] * total
+        assert f"loss_{name}_slot_0" not in metrics
+        for k, (n, d) in enumerate(by_slot[1:], 1):
+            assert metrics[f"loss_{name}_slot_{k}"] == pytest.approx(n / d, rel=1e-5)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_cross_entropy_alone_is_told_once(base):
+    assert not any(key.startswith("loss_") for key in base.metrics[-1])
+
+
+def test_dpace_weighs_by_the_drafts_own_chances_and_divides_by_the_anchors(prepared, corpus, target, tmp_path):
+    run = RUN.replace({"draft.init": "random", "train.steps": 1, "loss.positions": "dpace"})
+    (metrics,) = trained(run, prepared, tmp_path).metrics
+    draft = Draft(adapt(target.config, run.draft, target.mask_token_id))
+    draft.reset(run.seed)
+    slots, _ = slots_of_step(run, prepared, corpus, target, 0)
+    size, total, anchors = draft.spec.block_size, 0.0, {(row, a) for row, a, _ in slots}
+    for row, a in anchors:
+        ids = torch.tensor(corpus.rows[row].ids, dtype=torch.int64)
+        tapped, _ = target.tapped(ids[None], torch.tensor([len(ids)]), draft.spec.target_layer_ids)
+        tokens = torch.tensor([int(ids[a])] + [draft.spec.mask_token_id] * (size - 1))
+        hidden = draft(tapped.bfloat16().float(), target.ends.embedding(tokens)[None, None], torch.tensor([[a]]))[0, 0]
+        log_p = (hidden.double() @ target.ends.head.weight.double().T).log_softmax(-1)
+        there = [k for k in range(1, size) if (row, a, k) in slots]
+        found = {k: log_p[k, ids[a + k]].item() for k in there}
+        for k in there:
+            reached = [math.prod((1 + math.exp(found[i])) / 2 for i in there if i <= m) for m in there if m >= k]
+            total -= sum(reached) * found[k]
+    assert metrics["loss"] == pytest.approx(total / len(anchors), rel=1e-5)
+
+
+def test_gamma_may_grow_with_the_epochs(prepared, tmp_path):
+    """The first epoch is that of a fixed gamma; each row has the gamma of its own epoch."""
+    growing = RUN.replace({"loss.gamma": 1.0, "loss.gamma_step": 2.0, "loss.gamma_cap": 4.0, "train.batch_size": 8})
+    assert [growing.gamma_at(epoch) for epoch in range(4)] == [1.0, 3.0, 4.0, 4.0]
+    prepared = dataclasses.replace(prepared, train_rows=prepared.train_rows[:12])  # epoch 1 begins inside step 2
+    loop = train._Loop(growing, prepared, 0, 1, None, tmp_path)
+    for step, epochs in ((0, [0] * 8), (1, [0] * 4 + [1] * 4), (2, [1] * 8)):
+        loop.step = step
+        (part,) = loop._micro_batches()
+        for weights, epoch in zip(part.weights, epochs):
+            expected = blocks.position_weights(4, growing.gamma_at(epoch)).expand_as(weights)
+            assert weights[weights > 0].equal(expected[weights > 0])
+
+
+@pytest.mark.parametrize("changes", [DISTILLED, {"loss.positions": "dpace"}])
+def test_accumulation_gives_the_same_curve_with_every_loss(tmp_path, changes):
+    run = RUN.replace(changes)
+    prepared = train.prepare({"loss": run}, quiet)
+    whole = trained(run, prepared, tmp_path / "whole")
+    assert_same_curve(trained(run.replace({"train.accumulation": 4}), prepared, tmp_path / "split"), whole)
+
+
+def test_online_features_distil_too(tmp_path):
+    runs = [RUN.replace({**DISTILLED, "features.mode": mode}) for mode in ("stored", "online")]
+    curves = [trained(run, train.prepare({"run": run}, quiet), tmp_path / run.features.mode).curve() for run in runs]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-3)
+
+
+def test_a_trial_whose_top_k_exceeds_the_vocabulary_is_named(monkeypatch):
+    monkeypatch.setattr(train, "load_target", lambda *_: pytest.fail("long work began"))
+    run = RUN.replace({"features.last_hidden": True})
+    with pytest.raises(UserError, match="trial bad: loss.top_k"):
+        train.prepare({"good": run, "bad": run.replace({"loss.topk_kl": 1.0, "loss.top_k": 1000})}, quiet)
+
+
 # ---- the whole loop
 
 
