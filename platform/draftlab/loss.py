@@ -110,8 +110,9 @@ class _ThroughHead(torch.autograd.Function):
                 total += (piece[-1] * (values @ mix)).sum()
             gradient[rows] = logits @ head
         if reweigh is not None:
-            weights = reweigh(terms[:, 0])
-            gradient.mul_(weights[:, None])
+            factors = reweigh(terms[:, 0])
+            weights = weights * factors
+            gradient.mul_(factors[:, None])
             total = (weights[:, None] * (terms @ mix)).sum()
         terms.mul_(weights[:, None])
         ctx.save_for_backward(gradient)
@@ -173,7 +174,8 @@ def through_head(
         teacher: (R, D) the target's final-normed states one position before each label, where the mix has distilled
             terms.
         softcap: the target's logit soft cap, if it has one.
-        reweigh: cross-entropies (R,) -> weights (R,) that replace the given ones (see blocks.dynamic_weights).
+        reweigh: cross-entropies (R,) -> factors (R,) of the weights, constants to the gradient (see
+            blocks.dynamic_weights).
 
     Returns:
         The numerator, a scalar: sum over rows of w * (sum of the mix). And, without gradient, each row's w * term

@@ -296,7 +296,7 @@ def test_bfloat16_inputs_give_the_float32_result(name):
     hidden, labels, weights, head = rows(40, dtype=torch.bfloat16)
     teacher, results = teacher_of(hidden), []
     for dtype in (torch.bfloat16, torch.float32):
-        states = hidden.to(dtype).requires_grad_()
+        states = hidden.to(dtype, copy=True).requires_grad_()
         value, _ = through_head(states, labels, weights, head.to(dtype), only(name), teacher=teacher.to(dtype))
         value.backward()
         assert value.dtype == torch.float32
@@ -318,16 +318,15 @@ def test_a_draft_that_is_the_target_has_no_divergence_and_one_that_is_far_off_a_
 
 
 @pytest.mark.parametrize("mix", [{}, MIX])
-def test_weights_that_follow_the_cross_entropy_are_constants_to_the_gradient(mix):
+def test_factors_that_follow_the_cross_entropy_are_constants_to_the_gradient(mix):
     hidden, labels, weights, head = rows(10)
     config, teacher = LossConfig(**mix, chunk_rows=4), teacher_of(hidden)
     ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    loss, terms = through_head(
-        ours, labels, weights, head, config, teacher=teacher, reweigh=lambda ce: (-ce).exp()
-    )
+    dynamic = lambda ce: (-ce).exp()  # noqa: E731
+    loss, terms = through_head(ours, labels, weights, head, config, teacher=teacher, reweigh=dynamic)
     loss.backward()
     known = (hidden @ head.T).softmax(1).gather(1, labels[:, None])[:, 0]
-    expected, same = through_head(theirs, labels, known, head, config, teacher=teacher)
+    expected, same = through_head(theirs, labels, weights * known, head, config, teacher=teacher)
     expected.backward()
     torch.testing.assert_close((loss, terms, ours.grad), (expected, same, theirs.grad), rtol=1e-9, atol=1e-12)
 
