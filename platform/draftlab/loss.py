@@ -172,7 +172,7 @@ def through_head(
         head: (V, D), frozen.
         config: the mix; `chunk_rows` rows of logits exist at once.
         teacher: (R, D) the target's final-normed states one position before each label, where the mix has distilled
-            terms.
+            terms; its distribution is taken over the same head.
         softcap: the target's logit soft cap, if it has one.
         reweigh: cross-entropies (R,) -> factors (R,) of the weights, constants to the gradient (see
             blocks.dynamic_weights).
