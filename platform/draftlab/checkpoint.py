@@ -36,6 +36,8 @@ INDEX = "model.safetensors.index.json"
 """Names the files of weights that are cut into several."""
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 LABEL_LAYOUTS = ("same",)
+ARCHITECTURES = {formats.AUTHORS: "dflash", "QwenDFlareDraftModel": "dflare", "DFlashGatedDraftModel": "gated"}
+"""Published class name -> variant; a gate is a probe that no server loads."""
 OPTIONS = {
     "mask_token_id": "draft.mask_token_id=ID",
     "target_layer_ids": "draft.target_layer_ids=[ID,...]",
@@ -73,7 +75,7 @@ def spec_to_json(spec: DraftSpec, dtype: str) -> dict[str, Any]:
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     reduced = {} if spec.draft_vocab_size is None else {"draft_vocab_size": spec.draft_vocab_size}
     return {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [name for name, variant in ARCHITECTURES.items() if variant == spec.variant],
         "model_type": "qwen3",
         "block_size": spec.block_size,
         "dflash_config": {
@@ -147,8 +149,9 @@ def spec_from_json(
             raise UserError(f"{where}: {key} must be a whole number of at least {least}, got {value!r}")
         return value
 
-    if told.get("architectures") not in (None, [formats.AUTHORS]):
-        raise UserError(f"{where}: architectures must be [{formats.AUTHORS!r}], got {told['architectures']}")
+    names = told.get("architectures", [formats.AUTHORS])
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
+        raise UserError(f"{where}: architectures must be one of {', '.join(ARCHITECTURES)}, got {names}")
     for key, values in ABSENT.items():
         if key in told and told[key] not in values:
             raise UserError(f"{where}: {key} must be {values[0]}, got {told[key]!r}")
@@ -201,6 +204,7 @@ def spec_from_json(
         vocab_size=vocabulary,
         tie_word_embeddings=bool(told.get("tie_word_embeddings", False)),
         label_layout=layout,
+        variant=ARCHITECTURES[names[0]],
         draft_vocab_size=reduced,
     )
     try:

@@ -90,6 +90,9 @@ class FeaturesConfig(Section):
 class DraftConfig(Section):
     """The draft's own freedom; widths, heads and rope come from the target."""
 
+    variant: Literal["dflash", "dflare", "gated"] = "dflash"
+    """`dflash`; `dflare` (each draft layer learns its own mix of the tapped layers, which it reads through projections
+    of its own); `gated` (one learned mix for all draft layers, which tells which tapped layers matter)."""
     block_size: Annotated[int, Field(ge=2)] = 16
     """B: tokens in a block, the anchor included."""
     num_hidden_layers: Annotated[int, Field(ge=1)] = 3
@@ -142,6 +145,8 @@ class LossConfig(Section):
     """Added to gamma at each epoch (DFlare: 1, from 4.5)."""
     gamma_cap: Annotated[float, Field(gt=0, allow_inf_nan=True)] = math.inf
     """Largest gamma that the steps lead to."""
+    gate_entropy: Weight = 0.0
+    """Weight of the entropy (nats) of the gated variant's mix: it has the gate choose among the tapped layers."""
     log_slots: bool = False
     """Also log every term slot by slot."""
     chunk_rows: Annotated[int, Field(ge=1)] = 256
@@ -273,6 +278,8 @@ class Run(Section):
         if self.loss.distilled and not self.features.last_hidden:
             terms = ", ".join(f"loss.{name}" for name in self.loss.distilled)
             raise ValueError(f"{terms}: needs the target's last hidden state, but features.last_hidden is false")
+        if self.loss.gate_entropy and self.draft.variant != "gated":
+            raise ValueError(f"loss.gate_entropy: needs draft.variant=gated, got draft.variant={self.draft.variant}")
         return self
 
     @property

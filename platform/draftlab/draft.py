@@ -1,4 +1,4 @@
-"""The DFlash draft model, whole: its shape, its layers, its training and its cached forward, its first weights.
+"""The draft model, whole: its shape, its layers, its training and its cached forward, its first weights.
 
 Shapes: N sequences, S context tokens, A anchors per sequence, B block size, T tapped target layers, D width.
 """
@@ -44,6 +44,7 @@ class DraftSpec:
     vocab_size: int
     tie_word_embeddings: bool
     label_layout: str = "same"
+    variant: str = "dflash"
     draft_vocab_size: int | None = None
     """V': tokens that the draft can guess; None is all."""
 
@@ -111,6 +112,7 @@ def adapt(target_config: Any, draft: DraftConfig, mask_token_id: int) -> DraftSp
         max_position_embeddings=target_config.max_position_embeddings,
         vocab_size=target_config.vocab_size,
         tie_word_embeddings=bool(target_config.tie_word_embeddings),
+        variant=draft.variant,
         draft_vocab_size=draft.vocab,
     )
 
@@ -168,7 +170,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Queries from the block; keys and values from [context ; block] through the same projections."""
+    """Queries from the block; keys and values from [context ; block] through the same projections.
+
+    DFlare has projections of its own for the context.
+    """
 
     def __init__(self, spec: DraftSpec) -> None:
         super().__init__()
@@ -177,6 +182,9 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(width, spec.num_attention_heads * size, bias=False)
         self.k_proj = nn.Linear(width, spec.num_key_value_heads * size, bias=False)
         self.v_proj = nn.Linear(width, spec.num_key_value_heads * size, bias=False)
+        if spec.variant == "dflare":
+            self.k_proj_target = nn.Linear(width, spec.num_key_value_heads * size, bias=False)
+            self.v_proj_target = nn.Linear(width, spec.num_key_value_heads * size, bias=False)
         self.o_proj = nn.Linear(spec.num_attention_heads * size, width, bias=False)
         self.q_norm = RMSNorm(size, spec.rms_norm_eps)
         self.k_norm = RMSNorm(size, spec.rms_norm_eps)
@@ -185,10 +193,12 @@ class Attention(nn.Module):
         """(N, P, D) -> (N, P, heads, head_dim), normed and rotated."""
         return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.spec.head_dim))), *rope)
 
-    def keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """(N, P, D) -> keys (normed and rotated) and values, each (N, P, kv heads, head_dim)."""
-        keys = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.spec.head_dim))), *rope)
-        return keys, self.v_proj(x).unflatten(-1, (-1, self.spec.head_dim))
+    def keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor], context: bool = False) -> tuple[Tensor, Tensor]:
+        """(N, P, D) of the block or the context -> keys (normed and rotated) and values (N, P, kv heads, head_dim)."""
+        own = context and self.spec.variant == "dflare"
+        k_proj, v_proj = (self.k_proj_target, self.v_proj_target) if own else (self.k_proj, self.v_proj)
+        keys = rotate(self.k_norm(k_proj(x).unflatten(-1, (-1, self.spec.head_dim))), *rope)
+        return keys, v_proj(x).unflatten(-1, (-1, self.spec.head_dim))
 
 
 class MLP(nn.Module):
@@ -233,16 +243,29 @@ class DraftCache:
 
 
 class Draft(nn.Module):
-    """A DFlash draft. Embedding and head belong to the target and are not part of it.
+    """A draft. Embedding and head belong to the target and are not part of it.
 
-    Source: arXiv:2602.06036, section 3; tensor names as in the authors' checkpoints.
+    The variants differ in what a layer reads of the target's T tapped layers:
+
+    - `dflash`: all of them through one projection, the same for every layer.
+    - `dflare`: a mix of its own, learned, through projections of its own.
+    - `gated`: one mix for all layers, of tapped layers brought to the same size, so that its weights say which of
+      them matter: a probe for choosing the layers.
+
+    Sources: arXiv:2602.06036, section 3 (dflash) and arXiv:2606.02091 (dflare); tensor names as in the authors'
+    checkpoints.
     """
 
     def __init__(self, spec: DraftSpec, attention: str = "auto") -> None:
         super().__init__()
         self.spec = spec
         self.attention = attention
-        self.fc = nn.Linear(len(spec.target_layer_ids) * spec.target_hidden_size, spec.hidden_size, bias=False)
+        taps = len(spec.target_layer_ids)
+        if spec.variant == "dflash":
+            self.fc = nn.Linear(taps * spec.target_hidden_size, spec.hidden_size, bias=False)
+        else:
+            rows = spec.num_hidden_layers if spec.variant == "dflare" else 1
+            self.layer_fusion_weights = nn.Parameter(torch.zeros(rows, taps))
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_hidden_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
@@ -265,6 +288,31 @@ class Draft(nn.Module):
         """The part of the target's head that the draft uses: all of it, or the rows of its vocabulary."""
         return head if self.spec.draft_vocab_size is None else head.only(self.token_ids)
 
+    def layer_mix(self) -> Tensor | None:
+        """(L, T), or (1, T) of a gate: the share of each tapped layer in what a layer reads; None for dflash."""
+        return None if self.spec.variant == "dflash" else self.layer_fusion_weights.float().softmax(-1)
+
+    def mix_entropy(self) -> Tensor:
+        """Entropy of the layer mix in nats, averaged over its rows: log T where all weigh alike, 0 for a choice."""
+        return torch.special.entr(self.layer_mix()).sum(-1).mean()
+
+    def layer_order(self) -> list[int]:
+        """The tapped layers by their share in the mix, the largest first; what a gate proposes."""
+        shares = self.layer_mix().mean(0).tolist()
+        return [layer for _, layer in sorted(zip(shares, self.spec.target_layer_ids), key=lambda pair: -pair[0])]
+
+    def contexts(self, features: Tensor) -> list[Tensor]:
+        """What each of the L layers reads of the target: (N, S, T*D_target) -> (N, S, D) each."""
+        count = self.spec.num_hidden_layers
+        if self.spec.variant == "dflash":
+            return [self.hidden_norm(self.fc(features))] * count
+        states = features.unflatten(-1, (len(self.spec.target_layer_ids), -1))
+        if self.spec.variant == "gated":  # the residual stream grows with depth; a share should not make up for that
+            states = F.rms_norm(states, states.shape[-1:], eps=self.spec.rms_norm_eps)
+        mixes = [torch.einsum("nstd,t->nsd", states, row) for row in self.layer_mix().to(states.dtype)]
+        contexts = [self.hidden_norm(mix) for mix in mixes]
+        return contexts if len(contexts) == count else contexts * count
+
     def forward(self, features: Tensor, embeds: Tensor, anchors: Tensor) -> Tensor:
         """Training forward: every block of every sequence at once.
 
@@ -278,27 +326,26 @@ class Draft(nn.Module):
         """
         count, anchor_count, block_size, _ = embeds.shape
         attend = _backend(self.attention, features.device)(anchors, features.shape[1], block_size)
-        context = self.hidden_norm(self.fc(features))
         x = embeds.flatten(1, 2)
         here = rotary(self.spec, blocks.block_positions(anchors, block_size).flatten(1))
         there = rotary(self.spec, torch.arange(features.shape[1], device=features.device)[None])
-        for layer in self.layers:
-            context_kv = layer.self_attn.keys_values(context, there)
+        for layer, context in zip(self.layers, self.contexts(features), strict=True):
+            context_kv = layer.self_attn.keys_values(context, there, context=True)
             x = layer(x, here, lambda q, k, v, kv=context_kv: attend(q, *kv, k, v))
         return self.norm(x).view(count, anchor_count, block_size, -1)
 
     def start(self, max_length: int, batch: int = 1) -> DraftCache:
         """An empty cache for decoding up to `max_length` committed tokens."""
-        weight = self.fc.weight
+        weight = self.norm.weight
         return DraftCache(self.spec, batch, max_length, weight.dtype, weight.device)
 
     def extend(self, cache: DraftCache, features: Tensor) -> None:
         """Append the features of committed tokens (N, n, T*D_target) to the cache."""
         end = cache.length + features.shape[1]
-        context = self.hidden_norm(self.fc(features))
+        contexts = self.contexts(features)
         rope = rotary(self.spec, torch.arange(cache.length, end, device=features.device)[None])
-        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
-            k, v = layer.self_attn.keys_values(context, rope)
+        for layer, context, keys, values in zip(self.layers, contexts, cache.keys, cache.values, strict=True):
+            k, v = layer.self_attn.keys_values(context, rope, context=True)
             keys[:, :, cache.length : end] = k.transpose(1, 2)
             values[:, :, cache.length : end] = v.transpose(1, 2)
         cache.length = end
@@ -332,11 +379,19 @@ class Draft(nn.Module):
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
-        """Small random weights: normal with std 0.02, norms 1 (the published drafts' `initializer_range`)."""
+        """Small random weights: normal with std 0.02, norms 1 (the published drafts' `initializer_range`).
+
+        Of DFlare's layers the first listen to the first tapped layers, the last to the last; a gate begins even.
+        """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if "norm" in name:
                 parameter.fill_(1.0)
+            elif name == "layer_fusion_weights":
+                count, taps = parameter.shape
+                parameter.zero_()
+                if self.spec.variant == "dflare":
+                    parameter[range(count), [d * taps // count for d in range(count)]] = 2.0
             else:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
 

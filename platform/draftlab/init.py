@@ -59,7 +59,7 @@ def copy_target_layers(draft: Draft, target: Target, sample: Tensor) -> None:
     - The draft norms queries and keys per head. A target that does so lends those weights; for one that doesn't,
       the norms' weight is the root mean square of its queries and keys over the sample, which keeps the attention's
       temperature.
-    - fc passes the deepest tapped layer through; the final norm is the target's.
+    - fc, where there is one, passes the deepest tapped layer through; the final norm is the target's.
     """
     check_layers(target)
     spec = draft.spec
@@ -69,7 +69,10 @@ def copy_target_layers(draft: Draft, target: Target, sample: Tensor) -> None:
     for ours, theirs, (query_scale, key_scale) in zip(draft.layers, chosen, scales, strict=True):
         fold = _norm_weight(theirs.input_layernorm)
         for name in ("q_proj", "k_proj", "v_proj"):
-            _copy(getattr(ours.self_attn, name).weight, getattr(theirs.self_attn, name).weight.float() * fold)
+            folded = getattr(theirs.self_attn, name).weight.float() * fold
+            for name in (name, f"{name}_target"):  # DFlare's own projections of the context begin alike
+                if hasattr(ours.self_attn, name):
+                    _copy(getattr(ours.self_attn, name).weight, folded)
         _copy(ours.self_attn.o_proj.weight, theirs.self_attn.o_proj.weight)
         for norm, scale in ((ours.self_attn.q_norm, query_scale), (ours.self_attn.k_norm, key_scale)):
             _copy(norm.weight, scale)
@@ -79,9 +82,10 @@ def copy_target_layers(draft: Draft, target: Target, sample: Tensor) -> None:
         for name in ("gate_proj", "up_proj", "down_proj"):
             _copy(getattr(ours.mlp, name).weight, getattr(theirs.mlp, name).weight)
     _copy(draft.norm.weight, _norm_weight(decoder.norm))
-    width, deepest = spec.target_hidden_size, spec.target_layer_ids.index(max(spec.target_layer_ids))
-    draft.fc.weight.zero_()
-    draft.fc.weight[:, deepest * width : (deepest + 1) * width].copy_(torch.eye(spec.hidden_size, width))
+    if spec.variant == "dflash":
+        width, deepest = spec.target_hidden_size, spec.target_layer_ids.index(max(spec.target_layer_ids))
+        draft.fc.weight.zero_()
+        draft.fc.weight[:, deepest * width : (deepest + 1) * width].copy_(torch.eye(spec.hidden_size, width))
 
 
 def _copy(ours: Tensor, theirs: Tensor) -> None:

@@ -122,6 +122,31 @@ def write_evaluation(evaluations: Mapping[str, Evaluation], out: Path) -> None:
         _first_failure_figure(failures, colors).savefig(out / "first_failure.png")
 
 
+def write_layer_mix(mix: np.ndarray, layer_ids: Sequence[int], path: Path) -> None:
+    """A picture of which draft layer listens to which target layer.
+
+    Args:
+        mix: (L, T) shares, each row adding up to 1; (1, T) of a gate.
+        layer_ids: the T tapped layers.
+        path: the PNG to write.
+    """
+    rows, taps = mix.shape
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(2.2 + 0.55 * taps, 1.6 + 0.4 * rows))
+        axis = figure.subplots()
+        image = axis.imshow(mix, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+        for (row, tap), share in np.ndenumerate(mix):
+            color = "white" if share < 0.6 else "black"
+            axis.text(tap, row, f"{share:.2f}", ha="center", va="center", fontsize=8, color=color)
+        axis.set_xticks(range(taps), [str(layer) for layer in layer_ids])
+        axis.set_yticks(range(rows), [str(row) for row in range(rows)] if rows > 1 else ["all"])
+        axis.set_xlabel("target layer")
+        axis.set_ylabel("draft layer")
+        axis.set_title("Share of each tapped layer in what a draft layer reads")
+        figure.colorbar(image)
+        figure.savefig(path)
+
+
 def table(frame: pd.DataFrame) -> str:
     """The results for a terminal: intervals in brackets, dashes for what there is none of, failures' reasons below."""
     number = {"block_size": "{:g}", "gamma": "{:g}", "train_seconds": "{:.0f}", "supervised_tokens": "{:,.0f}"}

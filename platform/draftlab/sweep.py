@@ -274,6 +274,8 @@ class _Sweep:
             run_id, state = self._run_id(name), self.states[name]
             out = self._trial(name) / "evaluation"
             report.write_evaluation({name: result}, out)
+            if (mix := drafts[name].layer_mix()) is not None:
+                report.write_layer_mix(mix.cpu().numpy(), drafts[name].spec.target_layer_ids, out / "layer_mix.png")
             digest = result.provenance["prompts_hash"]
             self.store.log_dataset(run_id, "prompts", digest, conversations.source, "evaluation")
             self.store.log_metrics(

@@ -306,7 +306,10 @@ class _Loop:
             with nullcontext() if last or self.world_size == 1 else self.model.no_sync():
                 numerator, by_slot = self._numerator(part)
                 # DDP averages over the workers; the loss is a sum over them, divided once.
-                (numerator * (self.world_size / max(weight, 1e-9))).backward()
+                objective = numerator * (self.world_size / max(weight, 1e-9))
+                if last and self.run.loss.gate_entropy:
+                    objective = objective + self.run.loss.gate_entropy * self.draft.mix_entropy()
+                objective.backward()
             loss += numerator.item()
             terms += by_slot
         loss, *flat = self._sum([loss, *terms.flatten().tolist()])
@@ -329,6 +332,7 @@ class _Loop:
             "empty_steps": self.empty_steps,
             "tokens_per_second": slots / (time.monotonic() - began),
             **self._by_term(np.reshape(flat, terms.shape), weight),
+            **({} if self.draft.layer_mix() is None else {"mix_entropy": self.draft.mix_entropy().item()}),
         }
 
     def _denominator(self, part: Blocks) -> Tensor:

@@ -116,6 +116,22 @@ def test_config_json_has_exactly_the_keys_of_the_contract(saved):
     assert data["dtype"] == "float32"
 
 
+@pytest.mark.parametrize("variant, architecture", [("dflare", "QwenDFlareDraftModel"), ("gated", "DFlashGatedDraftModel")])
+def test_a_variant_comes_back_as_itself(tmp_path, variant, architecture):
+    draft = little_draft(variant=variant)
+    checkpoint.save(tmp_path, draft, RUN, TARGET)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [architecture]
+    loaded, _ = checkpoint.load(tmp_path)
+    assert loaded.spec == draft.spec and loaded.spec.variant == variant
+    assert all(weight.equal(loaded.state_dict()[name]) for name, weight in draft.state_dict().items())
+
+
+def test_a_variants_weights_are_not_taken_for_anothers(saved):
+    edit(saved, architectures=["QwenDFlareDraftModel"])
+    with pytest.raises(UserError, match="lacks .*k_proj_target"):
+        checkpoint.load(saved)
+
+
 def test_tensors_have_exactly_the_published_names_and_no_embedding_or_head(saved):
     layer = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
     layer += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"]

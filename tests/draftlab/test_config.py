@@ -179,6 +179,7 @@ CONTRADICTIONS = {
     ("loss.ce=0",): ("loss", "topk_kl"),
     ("loss.positions=dpace", "loss.gamma=4"): ("loss.positions", "loss.gamma"),
     ("loss.positions=dpace", "loss.gamma_step=1"): ("loss.positions", "gamma_step"),
+    ("loss.gate_entropy=0.1", "draft.variant=dflare"): ("loss.gate_entropy", "draft.variant"),
     ("loss.gamma=5", "loss.gamma_cap=4"): ("loss.gamma", "loss.gamma_cap"),
 }
 

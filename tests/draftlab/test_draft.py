@@ -67,22 +67,35 @@ def turn(x, position, spec):
     return out
 
 
+def read(w, spec, feature, layer):
+    """What a draft layer reads of the target at one position, before the norm: (T*D,) -> (D,)."""
+    if spec.variant == "dflash":
+        return w["fc.weight"] @ feature
+    taps = list(feature.split(spec.target_hidden_size))
+    if spec.variant == "gated":
+        taps, layer = [norm(tap, torch.ones(()), spec.rms_norm_eps) for tap in taps], 0
+    shares = [math.exp(x) for x in w["layer_fusion_weights"][layer].tolist()]
+    return sum(share / sum(shares) * tap for share, tap in zip(shares, taps))
+
+
 def oracle(draft, features, embeds, anchor):
     """One block in float64: features (S, T*D), embeds (B, D) -> (B, D)."""
     spec, size = draft.spec, draft.spec.head_dim
     w = {name: weight.double() for name, weight in draft.state_dict().items()}
     eps = spec.rms_norm_eps
-    context = [norm(w["fc.weight"] @ f, w["hidden_norm.weight"], eps) for f in features.double()[:anchor]]
     states = list(embeds.double())
     for i in range(spec.num_hidden_layers):
         get = lambda name, i=i: w[f"layers.{i}.{name}.weight"]  # noqa: E731
+        context = [norm(read(w, spec, f, i), w["hidden_norm.weight"], eps) for f in features.double()[:anchor]]
         normed = [norm(x, get("input_layernorm"), eps) for x in states]
-        places = [*enumerate(context), *enumerate(normed, start=anchor)]
+        own = "_target" if spec.variant == "dflare" else ""
+        places = [*((position, x, own) for position, x in enumerate(context)),
+                  *((position, x, "") for position, x in enumerate(normed, start=anchor))]
         keys, values = [], []
-        for position, x in places:
-            k = (get("self_attn.k_proj") @ x).view(-1, size)
+        for position, x, which in places:
+            k = (get(f"self_attn.k_proj{which}") @ x).view(-1, size)
             keys.append([turn(norm(head, get("self_attn.k_norm"), eps), position, spec) for head in k])
-            values.append((get("self_attn.v_proj") @ x).view(-1, size))
+            values.append((get(f"self_attn.v_proj{which}") @ x).view(-1, size))
         after = []
         for slot, x in enumerate(normed):
             heads = []
@@ -202,6 +215,49 @@ def test_the_papers_recipe_builds_its_draft():
     assert 1.0e9 < count < 1.1e9
 
 
+# ---- the variants
+
+
+def test_dflares_weights_are_named_as_published():
+    """AngelSlim's QwenDFlareDraftModel: no fc, a mix for every layer, projections of the context of its own."""
+    draft = random_draft(variant="dflare", num_hidden_layers=3)
+    shapes = {name: tuple(weight.shape) for name, weight in draft.state_dict().items()}
+    dflash = {name: tuple(weight.shape) for name, weight in random_draft(num_hidden_layers=3).state_dict().items()}
+    del dflash["fc.weight"]
+    own = {f"layers.{i}.self_attn.{kind}_proj_target.weight": (12, WIDTH) for i in range(3) for kind in "kv"}
+    assert shapes == dflash | own | {"layer_fusion_weights": (3, len(TAPS))}
+
+
+def test_dflares_layers_begin_with_the_tapped_layers_in_order():
+    target = llama(num_hidden_layers=13)
+    draft = Draft(adapt(target, chosen(variant="dflare", num_hidden_layers=3, target_layer_ids=list(range(7))), 3))
+    draft.reset(0)
+    expected = torch.zeros(3, 7)
+    for layer, tap in ((0, 0), (1, 2), (2, 4)):
+        expected[layer, tap] = 2
+    assert draft.layer_fusion_weights.equal(expected)
+    torch.testing.assert_close(draft.layer_mix().sum(1), torch.ones(3))
+
+
+def test_a_gate_begins_even_and_orders_the_tapped_layers_by_their_share():
+    draft = Draft(adapt(llama(), chosen(variant="gated", target_layer_ids=[2, 0, 3]), 3))
+    draft.reset(0)
+    assert draft.mix_entropy().item() == pytest.approx(math.log(3))
+    with torch.no_grad():
+        draft.layer_fusion_weights.copy_(torch.tensor([[0.0, 1.0, 2.0]]))
+    assert draft.layer_order() == [3, 0, 2]
+    shares = [math.exp(x) / sum(map(math.exp, range(3))) for x in range(3)]
+    assert draft.mix_entropy().item() == pytest.approx(-sum(share * math.log(share) for share in shares))
+
+
+def test_a_gates_share_does_not_hang_on_how_large_a_tapped_layer_is():
+    draft = random_draft(variant="gated")
+    features, embeds, anchors = inputs(1, 9, 2, 4)
+    larger = features.clone()
+    larger[..., WIDTH:] *= 50
+    torch.testing.assert_close(draft(features, embeds, anchors), draft(larger, embeds, anchors), rtol=1e-3, atol=1e-3)
+
+
 # ---- rope
 
 
@@ -284,10 +340,11 @@ def test_rotation_equals_transformers_and_leaves_the_rest_of_a_partial_head(size
 # ---- the training forward
 
 
+@pytest.mark.parametrize("variant", ["dflash", "dflare", "gated"])
 @pytest.mark.parametrize("attention", ["split", "dense", "flex"])
 @pytest.mark.parametrize("block_size, context", [(2, 0), (3, 1), (4, 6)])
-def test_every_backend_equals_the_oracle(attention, block_size, context):
-    draft = random_draft(attention)
+def test_every_backend_equals_the_oracle(variant, attention, block_size, context):
+    draft = random_draft(attention, variant=variant)
     features, embeds, anchors = inputs(2, context, 3, block_size)
     hidden = draft(features, embeds, anchors)
     assert hidden.shape == embeds.shape
@@ -339,9 +396,10 @@ def test_bfloat16_stays_near_float32():
 # ---- nothing leaks
 
 
+@pytest.mark.parametrize("variant", ["dflash", "dflare", "gated"])
 @pytest.mark.parametrize("attention", ["split", "dense", "flex"])
-def test_nothing_at_or_after_an_anchor_and_no_other_block_is_seen(attention):
-    draft = random_draft(attention)
+def test_nothing_at_or_after_an_anchor_and_no_other_block_is_seen(variant, attention):
+    draft = random_draft(attention, variant=variant)
     features, embeds, anchors = inputs(2, 12, 5, 4)
     hidden = draft(features, embeds, anchors)
     noise = torch.Generator().manual_seed(9)
@@ -395,9 +453,11 @@ def test_the_last_context_token_is_seen():
 # ---- the cached forward
 
 
-@pytest.mark.parametrize("block_size", range(2, 17))
-def test_training_at_an_anchor_equals_cached_decoding_there(block_size):
-    draft = random_draft(block_size=block_size)
+@pytest.mark.parametrize(
+    "variant, block_size", [*(("dflash", size) for size in range(2, 17)), ("dflare", 5), ("gated", 5)]
+)
+def test_training_at_an_anchor_equals_cached_decoding_there(variant, block_size):
+    draft = random_draft(block_size=block_size, variant=variant)
     context = 20
     features, embeds, anchors = inputs(2, context, 5, block_size, seed=block_size)
     anchors[0, :3] = torch.tensor([0, 1, context])

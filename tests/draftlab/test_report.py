@@ -184,6 +184,13 @@ def test_first_failures_are_shares_of_all_rounds():
     assert heights == [[0.25, 0.25, 0, 0.5], [0, 0]]
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_layer_mix_is_a_picture(tmp_path, rows):
+    mix = np.random.default_rng(0).dirichlet(np.ones(5), rows)
+    report.write_layer_mix(mix, [1, 8, 14, 20, 27], tmp_path / "layer_mix.png")
+    assert imread(tmp_path / "layer_mix.png").std() > 0.01
+
+
 def test_a_results_folder_that_is_in_use_or_cannot_be_made_is_refused(tmp_path):
     report.check_folder(tmp_path / "new" / "deeper")
     report.check_folder(tmp_path)

@@ -459,6 +459,31 @@ def test_a_trial_whose_top_k_exceeds_the_vocabulary_is_named(monkeypatch):
         train.prepare({"good": run, "bad": run.replace({"loss.topk_kl": 1.0, "loss.top_k": 1000})}, quiet)
 
 
+# ---- variants
+
+
+@pytest.mark.parametrize("variant", ["dflare", "gated"])
+@pytest.mark.parametrize("init", ["target_layers", "random"])
+def test_every_variant_learns(prepared, tmp_path, variant, init):
+    changes = {"draft.variant": variant, "draft.init": init, "train.steps": 30, "train.eval_every": 30}
+    done = trained(RUN.replace({**changes, "train.lr": 0.01}), prepared, tmp_path)
+    curve = done.curve()
+    assert sum(curve[-5:]) < 0.8 * sum(curve[:5])
+    draft, _ = checkpoint.load(done.checkpoints[30] / "draft")
+    assert draft.spec.variant == variant and done.metrics[-1]["mix_entropy"] == pytest.approx(draft.mix_entropy().item())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_entropy_penalty_has_the_gate_choose(prepared, tmp_path, accumulation):
+    entropies = []
+    for penalty in (0.0, 10.0):
+        changes = {"draft.variant": "gated", "loss.gate_entropy": penalty, "train.accumulation": accumulation}
+        run = RUN.replace({**changes, "train.steps": 30, "train.eval_every": 30, "train.lr": 0.1})
+        entropies.append(trained(run, prepared, tmp_path / str(penalty)).curve("mix_entropy"))
+    free, pressed = entropies
+    assert free[0] < math.log(2) and pressed[-1] < 0.25 < free[-1]
+
+
 # ---- the whole loop
 
 
