@@ -116,7 +116,9 @@ def test_config_json_has_exactly_the_keys_of_the_contract(saved):
     assert data["dtype"] == "float32"
 
 
-@pytest.mark.parametrize("variant, architecture", [("dflare", "QwenDFlareDraftModel"), ("gated", "DFlashGatedDraftModel")])
+@pytest.mark.parametrize(
+    "variant, architecture", [("dflare", "QwenDFlareDraftModel"), ("gated", "DFlashGatedDraftModel")]
+)
 def test_a_variant_comes_back_as_itself(tmp_path, variant, architecture):
     draft = little_draft(variant=variant)
     checkpoint.save(tmp_path, draft, RUN, TARGET)
