@@ -264,11 +264,16 @@ def export(
         target, architectures: as in `formats.to_speculators`.
         head: the target's; needed for a reduced vocabulary, whose rows of it speculators' form carries. The authors'
             form has none: there the draft guesses through the whole head.
+
+    Raises:
+        UserError: speculators' form for a variant that it doesn't have.
     """
     tensors, spec = draft.state_dict(), draft.spec
     if form == "zlab":
         tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
         data = spec_to_json(replace(spec, draft_vocab_size=None), "float32")
+    elif spec.variant != "dflash":
+        raise UserError(f"form {form}: expected a draft of variant dflash, got {spec.variant}")
     else:
         data = formats.to_speculators(spec_to_json(spec, "float32"), target, architectures)
         if spec.draft_vocab_size is not None:

@@ -128,6 +128,13 @@ def test_a_variant_comes_back_as_itself(tmp_path, variant, architecture):
     assert all(weight.equal(loaded.state_dict()[name]) for name, weight in draft.state_dict().items())
 
 
+def test_a_variant_is_not_written_in_a_form_that_lacks_it(tmp_path):
+    checkpoint.export(tmp_path / "zlab", little_draft(variant="dflare"), "zlab", "little", [])
+    assert checkpoint.load(tmp_path / "zlab")[0].spec.variant == "dflare"
+    with pytest.raises(UserError, match="speculators: expected .* dflash, got dflare"):
+        checkpoint.export(tmp_path / "other", little_draft(variant="dflare"), "speculators", "little", [])
+
+
 def test_a_variants_weights_are_not_taken_for_anothers(saved):
     edit(saved, architectures=["QwenDFlareDraftModel"])
     with pytest.raises(UserError, match="lacks .*k_proj_target"):
