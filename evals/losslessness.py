@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"{len(named)} prompts, at most {limit} new tokens each", doing="decoding")
         found, tokens, rounds, said = 0, 0, 0, time.monotonic()
         for n, (name, prompt) in enumerate(named, 1):
-            trace = decode.decode_speculative(target, draft, prompt, limit)
+            trace = decode.decode_speculative(target, draft, [prompt], limit)[0]
             first = decode.divergence(target, prompt, trace.tokens, decode.generate(target, prompt, limit))
             if first is not None:
                 found += 1

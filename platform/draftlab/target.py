@@ -169,14 +169,16 @@ class Target:
         """Append tokens to a cache and read their hidden states; callers run the head on the rows they need.
 
         Args:
-            ids: (N, n), placed at positions cache.length onwards.
+            ids: (N, n), placed at `cache.positions(n)`: rows of unlike length go on each where it ends.
             cache: grows by n.
             layer_ids: T layers to read; none by default.
 
         Returns:
             (N, n, D) final-normed hidden states, and (N, n, T*D) features.
         """
-        features, last = self._run(ids, tuple(layer_ids), cache=cache, use_cache=True)
+        # Rows of one length need no mask: the models' own causal attention is right, and faster.
+        ragged = {} if cache.behind is None else self._ragged(cache, ids.shape[1])
+        features, last = self._run(ids, tuple(layer_ids), cache=cache, use_cache=True, **ragged)
         return last, features
 
     @torch.no_grad()
@@ -216,6 +218,23 @@ class Target:
             )
         except Exception as error:  # a template is a program: it raises what it likes
             raise UserError(f"target {self.name}: its chat template refused a conversation ({_line(error)})") from error
+
+    def _ragged(self, cache: KVCache, count: int) -> dict:
+        """Positions and additive attention masks, (N, 1, count, keys), of the next tokens of rows of unlike length."""
+        positions = cache.positions(count)
+        keys, queries = torch.arange(cache.length + count, device=positions.device), positions[:, None, :, None]
+
+        def mask(seen: Tensor) -> Tensor:
+            return torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+        full, window = keys <= queries, getattr(self.config, "sliding_window", None)
+        masks = {"full_attention": mask(full)}
+        if window is not None:
+            masks["sliding_attention"] = mask(full & (keys > queries - window))
+        kinds = set(getattr(self.config, "layer_types", None) or list(masks)[-1:])  # mistral: all layers slide
+        chosen = {kind: masks[kind] for kind in kinds}
+        # A model with one kind of layer takes its mask as it is, one with several takes them by kind.
+        return {"position_ids": positions, "attention_mask": chosen if len(chosen) > 1 else next(iter(chosen.values()))}
 
     def _run(
         self, ids: Tensor, layer_ids: tuple[int, ...], *, stop: bool = False, **inputs

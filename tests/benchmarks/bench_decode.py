@@ -43,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return text, time.perf_counter() - began
 
             if (repeat + index) % 2:
-                trace, (text, seconds) = decode_target(target, prompt, TOKENS), timed_generate()
+                trace, (text, seconds) = decode_target(target, [prompt], TOKENS)[0], timed_generate()
             else:
-                (text, seconds), trace = timed_generate(), decode_target(target, prompt, TOKENS)
-            speculative = decode_speculative(target, draft, prompt, TOKENS)
+                (text, seconds), trace = timed_generate(), decode_target(target, [prompt], TOKENS)[0]
+            speculative = decode_speculative(target, draft, [prompt], TOKENS)[0]
             if repeat:
                 ours.append((trace.prefill_seconds + trace.seconds) / len(trace.tokens))
                 theirs.append(seconds / len(text))

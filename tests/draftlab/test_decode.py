@@ -94,6 +94,12 @@ class Scripted:
     class Context:
         length = 0
 
+        def rewind(self, lengths):
+            (self.length,) = lengths or [0]
+
+        def keep_rows(self, index):
+            """There is one row."""
+
     def start(self, max_length, batch=1):
         return self.Context()
 
@@ -165,6 +171,11 @@ def training_forward(target, draft, block_size):
     return propose
 
 
+def speculate(target, draft, prompt, limit, block_size=None):
+    """One prompt's trace."""
+    return decode_speculative(target, draft, [prompt], limit, block_size)[0]
+
+
 def rounds_of(trace):
     return [(r.accepted, r.committed) for r in trace.rounds]
 
@@ -174,7 +185,7 @@ def rounds_of(trace):
 
 def test_the_targets_own_decoding_equals_generate(target):
     for prompt in prompts(target, 8):
-        trace = decode_target(target, prompt, LIMIT)
+        (trace,) = decode_target(target, [prompt], LIMIT)
         assert trace.tokens == generate(target, prompt, LIMIT)
         assert trace.rounds == [] and trace.prompt_tokens == len(prompt)
         assert trace.seconds > 0 and trace.prefill_seconds > 0
@@ -186,14 +197,14 @@ def test_the_targets_own_decoding_stops_at_any_eos_exactly_where_generate_does(e
     for last in range(12):
         eos = frozenset({text[last], endless.vocab_size})
         monkeypatch.setattr(endless, "eos_token_ids", eos)
-        assert decode_target(endless, prompt, 12).tokens == generate(endless, prompt, 12)
+        assert decode_target(endless, [prompt], 12)[0].tokens == generate(endless, prompt, 12)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
 def test_the_limit_counts_the_prefills_token(endless, limit):
     prompt = prompts(endless, 1)[0]
-    assert len(decode_target(endless, prompt, limit).tokens) == limit
-    trace = decode_speculative(endless, random_draft(endless, 4), prompt, limit)
+    assert len(decode_target(endless, [prompt], limit)[0].tokens) == limit
+    trace = speculate(endless, random_draft(endless, 4), prompt, limit)
     assert trace.tokens == generate(endless, prompt, limit)
     assert sum(r.committed for r in trace.rounds) == limit - 1
 
@@ -205,7 +216,7 @@ def test_the_limit_counts_the_prefills_token(endless, limit):
 def test_a_random_draft_gives_the_oracles_rounds_and_the_targets_text(target, block_size):
     draft = random_draft(target, block_size)
     for prompt in prompts(target, 2):
-        trace = decode_speculative(target, draft, prompt, 20)
+        trace = speculate(target, draft, prompt, 20)
         propose = training_forward(target, draft, block_size)
         tokens, rounds = oracle(target, propose, prompt, 20, block_size, target.eos_token_ids)
         assert trace.tokens == tokens == generate(target, prompt, 20)
@@ -217,7 +228,7 @@ def test_a_learnt_draft_gives_the_oracles_rounds_and_the_targets_text(endless, l
     # Trained at 8, decoded at 2 to 16. One prompt it has seen, one it has not.
     seen, unseen = prompts(endless, 3)[0], prompts(endless, 3)[2]
     for prompt in (seen, unseen):
-        trace = decode_speculative(endless, learnt_draft, prompt, LIMIT, block_size)
+        trace = speculate(endless, learnt_draft, prompt, LIMIT, block_size)
         propose = training_forward(endless, learnt_draft, block_size)
         tokens, rounds = oracle(endless, propose, prompt, LIMIT, block_size, endless.eos_token_ids)
         assert trace.tokens == tokens == generate(endless, prompt, LIMIT)
@@ -231,7 +242,7 @@ def test_a_learnt_draft_gives_the_oracles_rounds_and_the_targets_text(endless, l
 def test_a_draft_that_knows_the_future_gives_the_oracles_rounds(endless, block_size, error):
     for seed, prompt in enumerate(prompts(endless, 2)):
         text = prompt + generate(endless, prompt, LIMIT)
-        trace = decode_speculative(endless, Scripted(endless, text, block_size, error, seed), prompt, LIMIT)
+        trace = speculate(endless, Scripted(endless, text, block_size, error, seed), prompt, LIMIT)
         again = Scripted(endless, text, block_size, error, seed)
         tokens, rounds = oracle(
             endless, lambda now, _: again.guesses(len(now) - 1, block_size)[1:], prompt, LIMIT, block_size,
@@ -256,7 +267,7 @@ def test_eos_anywhere_in_a_block_ends_the_text_where_the_target_alone_would(endl
         monkeypatch.setattr(endless, "eos_token_ids", eos)
         expected = generate(endless, prompt, 13)
         draft = Scripted(endless, prompt + text, block_size, error, seed=last)
-        trace = decode_speculative(endless, draft, prompt, 13)
+        trace = speculate(endless, draft, prompt, 13)
         again = Scripted(endless, prompt + text, block_size, error, seed=last)
         tokens, rounds = oracle(
             endless, lambda now, _: again.guesses(len(now) - 1, block_size)[1:], prompt, 13, block_size, eos
@@ -275,7 +286,7 @@ def test_eos_anywhere_in_a_block_ends_the_text_where_the_target_alone_would(endl
 def test_the_limit_anywhere_in_a_block_ends_the_text_there(endless, limit):
     prompt = prompts(endless, 2)[1]
     text = prompt + generate(endless, prompt, 24)
-    trace = decode_speculative(endless, Scripted(endless, text, 8, 0.0), prompt, limit)
+    trace = speculate(endless, Scripted(endless, text, 8, 0.0), prompt, limit)
     assert trace.tokens == text[len(prompt) :][:limit]
     whole, rest = divmod(limit - 1, 8)
     assert [r.committed for r in trace.rounds] == [8] * whole + [rest] * (rest > 0)
@@ -289,12 +300,12 @@ def test_the_last_position_of_the_target_can_be_written_and_none_behind_it(endle
     lengths = []
     forward = endless.forward
     monkeypatch.setattr(endless, "forward", lambda *a, **k: (forward(*a, **k), lengths.append(a[1].length))[0])
-    trace = decode_speculative(endless, Scripted(endless, text, 8, 0.2), prompt, 10)
+    trace = speculate(endless, Scripted(endless, text, 8, 0.2), prompt, 10)
     assert trace.tokens == text[len(prompt) :]
     assert max(lengths) < len(prompt) + 10
     words = f"prompt of {len(prompt)} tokens .* 11: the target has {len(prompt) + 10} positions"
     with pytest.raises(UserError, match=words):
-        decode_target(endless, prompt, 11)
+        decode_target(endless, [prompt], 11)
 
 
 # ---- what a round may cost
@@ -319,7 +330,7 @@ def test_a_round_runs_each_model_once_and_no_buffer_ever_moves(endless, monkeypa
 
     monkeypatch.setattr(endless, "forward", watched)
     monkeypatch.setattr(type(endless.ends.head), "logits", counted)
-    trace = decode_speculative(endless, Scripted(endless, text, 8, 0.3), prompt, 24)
+    trace = speculate(endless, Scripted(endless, text, 8, 0.3), prompt, 24)
     rounds = trace.rounds
     assert len(buffers) == 1
     assert len(forwards) == 1 + len(rounds) and forwards[0] == len(prompt) and set(forwards[1:-1]) == {8}
@@ -329,7 +340,7 @@ def test_a_round_runs_each_model_once_and_no_buffer_ever_moves(endless, monkeypa
 
 def test_rounds_account_for_the_decoding_time(endless):
     prompt = prompts(endless, 1)[0]
-    trace = decode_speculative(endless, random_draft(endless, 4), prompt, 16)
+    trace = speculate(endless, random_draft(endless, 4), prompt, 16)
     parts = sum(r.draft_seconds + r.verify_seconds + r.commit_seconds for r in trace.rounds)
     assert parts == pytest.approx(trace.seconds)
     assert all(min(r.draft_seconds, r.verify_seconds, r.commit_seconds) > 0 for r in trace.rounds)
@@ -341,14 +352,14 @@ def test_rounds_account_for_the_decoding_time(endless):
 @pytest.mark.parametrize("prompt, words", [([], "at least one token"), ([5, 300], r"ids below 300, got 5..300")])
 def test_prompts_that_cannot_be_decoded_are_refused(target, prompt, words):
     with pytest.raises(UserError, match=words):
-        decode_target(target, prompt, 4)
+        decode_target(target, [prompt], 4)
     with pytest.raises(UserError, match=words):
-        decode_speculative(target, random_draft(target, 4), prompt, 4)
+        speculate(target, random_draft(target, 4), prompt, 4)
 
 
 def test_a_block_without_a_drafted_token_is_refused(target):
     with pytest.raises(UserError, match="at least 2 .* got 1"):
-        decode_speculative(target, random_draft(target, 4), [1, 2], 4, block_size=1)
+        speculate(target, random_draft(target, 4), [1, 2], 4, block_size=1)
 
 
 def test_a_divergence_says_where_and_how_sure_the_target_was(endless):
@@ -376,7 +387,7 @@ def test_an_output_that_ended_early_diverges_where_it_ended(endless):
 def test_the_packaged_target_decodes_as_generate_does_with_and_without_a_draft(packaged):
     for prompt in prompts(packaged, 1):
         expected = generate(packaged, prompt, 20)
-        assert decode_target(packaged, prompt, 20).tokens == expected
+        assert decode_target(packaged, [prompt], 20)[0].tokens == expected
         scripted = Scripted(packaged, prompt + expected, 8, 0.2)
-        assert decode_speculative(packaged, scripted, prompt, 20).tokens == expected
-        assert decode_speculative(packaged, random_draft(packaged, 8), prompt, 20).tokens == expected
+        assert speculate(packaged, scripted, prompt, 20).tokens == expected
+        assert speculate(packaged, random_draft(packaged, 8), prompt, 20).tokens == expected

@@ -54,7 +54,7 @@ class Knowing(Draft):
 
 def knowing(target, prompt):
     made = Knowing(draft(target).spec).eval()
-    made.text, made.rows = prompt + decode_target(target, prompt, 10).tokens, target.ends.head.weight
+    made.text, made.rows = prompt + decode_target(target, [prompt], 10)[0].tokens, target.ends.head.weight
     return made
 
 
