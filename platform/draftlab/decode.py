@@ -162,23 +162,15 @@ def decode_target(
 
     lap = _stopwatch(target.device)
     hidden, _ = target.forward(_padded(prompts, target.device), cache)
-    tokens = _choose(head.logits(_last(hidden, prompts)), sampling, _draws(rows, 1))
-    for row, token in zip(rows, tokens.tolist()):
-        row.add([token], eos)
-    rows, tokens = _leave(rows, tokens, cache)
-    prefill_seconds = lap()
-    for trace in traces:
-        trace.prefill_seconds = prefill_seconds / len(traces)
+    tokens = _choose(head.logits(_last(hidden, prompts)), sampling, _draws(rows))[:, None]
+    rows, tokens = _commit(rows, tokens, tokens.tolist(), eos, cache)
+    _share(lap(), traces, "prefill_seconds")
     while rows:
-        hidden, _ = target.forward(tokens[:, None], cache)
-        tokens = _choose(head.logits(hidden[:, 0]), sampling, _draws(rows, 1))
-        for row, token in zip(rows, tokens.tolist()):
-            row.add([token], eos)
-        sharing = rows
-        rows, tokens = _leave(rows, tokens, cache)
-        seconds = lap()
-        for row in sharing:
-            row.trace.seconds += seconds / len(sharing)
+        hidden, _ = target.forward(tokens, cache)
+        tokens = _choose(head.logits(hidden[:, 0]), sampling, _draws(rows))[:, None]
+        sharing = [row.trace for row in rows]
+        rows, tokens = _commit(rows, tokens, tokens.tolist(), eos, cache)
+        _share(lap(), sharing, "seconds")
     return traces
 
 
@@ -239,36 +231,27 @@ def decode_speculative(
     lap = _stopwatch(device)
     hidden, features = target.forward(_padded(prompts, device), cache, taps)
     draft.extend(context, features)
-    anchors = _choose(head.logits(_last(hidden, prompts)), sampling, _draws(rows, 1))
-    for row, token in zip(rows, anchors.tolist()):
-        row.add([token], eos)
-    rows, anchors = _leave(rows, anchors, cache, context)
-    prefill_seconds = lap()
-    for trace in traces:
-        trace.prefill_seconds = prefill_seconds / len(traces)
+    anchors = _choose(head.logits(_last(hidden, prompts)), sampling, _draws(rows))[:, None]
+    rows, anchors = _commit(rows, anchors, anchors.tolist(), eos, cache, context)
+    _share(lap(), traces, "prefill_seconds")
     while rows:
         room = min(size, max(row.left for row in rows))  # no token past every limit is verified, or needs a position
         draws = _draws(rows, 3, size)
         stake = [min(row.left, room) - 1 for row in rows]
-        hidden = draft.propose(context, embed(torch.cat([anchors[:, None], masks[: len(rows)]], dim=1)))
+        hidden = draft.propose(context, embed(torch.cat([anchors, masks[: len(rows)]], dim=1)))
         guesses, p = _guess(head, hidden[:, 1:room], sampling, draws[:, 0])
         draft_seconds = lap()
 
-        hidden, features = target.forward(torch.cat([anchors[:, None], guesses], dim=1), cache, taps)
+        hidden, features = target.forward(torch.cat([anchors, guesses], dim=1), cache, taps)
         logits = head.logits(hidden.flatten(0, 1))
         accepted, answers = _verify(logits, guesses, p, torch.tensor(stake, device=device), sampling, draws)
         found = torch.cat([accepted[:, None], answers], dim=1).tolist()  # the round's one transfer
         verify_seconds = lap()
 
         new = [committed(kept, tokens, eos) for kept, *tokens in found]
-        last = torch.tensor([len(tokens) - 1 for tokens in new], device=device)
-        anchors = answers.gather(1, last[:, None])[:, 0]
-        for row, tokens in zip(rows, new):
-            row.add(tokens, eos)
-        # What is committed is known to both models but for the new anchor, which has no target state yet.
         draft.extend(context, features[:, : max(map(len, new))])
         sharing = rows
-        rows, anchors = _leave(rows, anchors, cache, context)
+        rows, anchors = _commit(rows, answers, new, eos, cache, context)
         seconds = [part / len(sharing) for part in (draft_seconds, verify_seconds, lap())]
         for row, (kept, *_), tokens, slots in zip(sharing, found, new, stake):
             kept = min(kept, len(tokens))
@@ -418,10 +401,6 @@ class _Row:
         """Positions that the models know: all but the last token's."""
         return self.trace.prompt_tokens + len(self.trace.tokens) - 1
 
-    def add(self, tokens: list[int], eos_token_ids: frozenset[int]) -> None:
-        self.trace.tokens += tokens
-        self.left = 0 if tokens[-1] in eos_token_ids else self.left - len(tokens)
-
 
 def _rows(
     prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling, streams: Sequence[int] | None
@@ -438,8 +417,21 @@ def _draws(rows: Sequence[_Row], *shape: int) -> Tensor:
     return torch.from_numpy(np.stack([row.random.random(shape) for row in rows]))
 
 
-def _leave(rows: list[_Row], tokens: Tensor, *caches: KVCache) -> tuple[list[_Row], Tensor]:
-    """Finished rows leave; the caches are brought to what the texts of the others hold."""
+def _commit(
+    rows: list[_Row], tokens: Tensor, new: list[list[int]], eos_token_ids: frozenset[int], *caches: KVCache
+) -> tuple[list[_Row], Tensor]:
+    """The rows' texts grow; those that end leave; the caches are brought to what the texts of the others hold.
+
+    Args:
+        tokens: (N, m), of which each row takes the first as `new` lists them.
+
+    Returns:
+        The rows that stay, and the last token (N, 1) of each, which no model has read yet.
+    """
+    for row, added in zip(rows, new):
+        row.trace.tokens += added
+        row.left = 0 if added[-1] in eos_token_ids else row.left - len(added)
+    tokens = tokens.gather(1, torch.tensor([[len(added) - 1] for added in new], device=tokens.device))
     stay = packed([row.left > 0 for row in rows])
     if len(stay) < len(rows):
         index = torch.tensor(stay, dtype=torch.long, device=tokens.device)
@@ -449,6 +441,11 @@ def _leave(rows: list[_Row], tokens: Tensor, *caches: KVCache) -> tuple[list[_Ro
     for cache in caches:
         cache.rewind([row.length for row in rows])
     return rows, tokens
+
+
+def _share(seconds: float, traces: Sequence[Trace], name: str) -> None:
+    for trace in traces:
+        setattr(trace, name, getattr(trace, name) + seconds / len(traces))
 
 
 def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -220,21 +220,18 @@ class Target:
             raise UserError(f"target {self.name}: its chat template refused a conversation ({_line(error)})") from error
 
     def _ragged(self, cache: KVCache, count: int) -> dict:
-        """Positions and additive attention masks, (N, 1, count, keys), of the next tokens of rows of unlike length."""
+        """Positions, and attention masks (N, 1, count, keys), of the next tokens of rows of unlike length."""
         positions = cache.positions(count)
         keys, queries = torch.arange(cache.length + count, device=positions.device), positions[:, None, :, None]
-
-        def mask(seen: Tensor) -> Tensor:
-            return torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-
-        full, window = keys <= queries, getattr(self.config, "sliding_window", None)
-        masks = {"full_attention": mask(full)}
+        window, seen = getattr(self.config, "sliding_window", None), {"full_attention": keys <= queries}
         if window is not None:
-            masks["sliding_attention"] = mask(full & (keys > queries - window))
-        kinds = set(getattr(self.config, "layer_types", None) or list(masks)[-1:])  # mistral: all layers slide
-        chosen = {kind: masks[kind] for kind in kinds}
-        # A model with one kind of layer takes its mask as it is, one with several takes them by kind.
-        return {"position_ids": positions, "attention_mask": chosen if len(chosen) > 1 else next(iter(chosen.values()))}
+            seen["sliding_attention"] = seen["full_attention"] & (keys > queries - window)
+        masks = {}
+        for kind in set(getattr(self.config, "layer_types", None) or list(seen)[-1:]):  # mistral: all layers slide
+            mask = torch.zeros(seen[kind].shape, dtype=self.dtype, device=keys.device)
+            masks[kind] = mask.masked_fill_(~seen[kind], -torch.inf)
+        # A model with several kinds of layers takes its masks by kind.
+        return {"position_ids": positions, "attention_mask": masks if len(masks) > 1 else next(iter(masks.values()))}
 
     def _run(
         self, ids: Tensor, layer_ids: tuple[int, ...], *, stop: bool = False, **inputs
