@@ -45,6 +45,7 @@ def spec_to_json(spec: DraftSpec, dtype: str) -> dict[str, Any]:
     """config.json of a draft, in the published form."""
     rope = spec.rope_parameters
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    reduced = {} if spec.draft_vocab_size is None else {"draft_vocab_size": spec.draft_vocab_size}
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -71,6 +72,7 @@ def spec_to_json(spec: DraftSpec, dtype: str) -> dict[str, Any]:
         "rope_parameters": rope,
         "max_position_embeddings": spec.max_position_embeddings,
         "vocab_size": spec.vocab_size,
+        **reduced,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "sliding_window": None,
@@ -139,6 +141,9 @@ def spec_from_json(data: dict[str, Any], where: str = "config.json") -> DraftSpe
         )
     if (mask := whole("mask_token_id", least=0)) >= vocabulary:
         raise UserError(f"{where}: mask_token_id must be below vocab_size {vocabulary}, got {mask}")
+    reduced = None if merged.get("draft_vocab_size") is None else whole("draft_vocab_size")
+    if reduced is not None and reduced > vocabulary:
+        raise UserError(f"{where}: draft_vocab_size must be at most vocab_size {vocabulary}, got {reduced}")
     return DraftSpec(
         block_size=whole("block_size", configs.DraftConfig().block_size, least=2),
         mask_token_id=mask,
@@ -158,6 +163,7 @@ def spec_from_json(data: dict[str, Any], where: str = "config.json") -> DraftSpe
         vocab_size=vocabulary,
         tie_word_embeddings=bool(merged.get("tie_word_embeddings", False)),
         label_layout=layout,
+        draft_vocab_size=reduced,
     )
 
 
@@ -186,7 +192,10 @@ def save(
         origin: `provenance()` of the process that the user started; None is this one.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in draft.state_dict().items()}
+    tensors = {
+        name: (tensor.detach().float() if tensor.is_floating_point() else tensor).cpu().contiguous()
+        for name, tensor in draft.state_dict().items()
+    }
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     _write_json(folder / CONFIG, spec_to_json(draft.spec, "float32"))
     (folder / RUN).write_text(run.to_yaml(), encoding="utf-8")
@@ -214,6 +223,8 @@ def load(
         draft = Draft(spec)
     _check_tensors(folder, draft, tensors)
     draft.load_state_dict(tensors, assign=True)
+    if spec.draft_vocab_size is not None:
+        _check_vocabulary(folder, draft)
     info = CheckpointInfo(
         folder=folder,
         hash=_hash_files(folder / CONFIG, folder / WEIGHTS),
@@ -235,6 +246,14 @@ def _check_tensors(folder: Path, draft: Draft, tensors: dict[str, torch.Tensor])
             raise UserError(f"checkpoint {folder}: {name} should have shape {shape} by {CONFIG}, got {found[name]}")
         if not torch.isfinite(tensors[name]).all():
             raise UserError(f"checkpoint {folder}: {name} holds NaN or infinite weights")
+
+
+def _check_vocabulary(folder: Path, draft: Draft) -> None:
+    ids = draft.token_ids
+    if not (ids.diff() > 0).all() or not torch.equal(draft.t2d.nonzero()[:, 0], ids):
+        raise UserError(
+            f"checkpoint {folder}: d2t and t2d must name the same {len(ids)} ascending token ids below {len(draft.t2d)}"
+        )
 
 
 def check_target(spec: DraftSpec, target: Target) -> None:

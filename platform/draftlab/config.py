@@ -96,6 +96,8 @@ class DraftConfig(Section):
     """MASK: an existing id that the tokenizer never produces; None chooses one."""
     intermediate_size: Annotated[int, Field(ge=1)] | None = None
     """Width of the draft's MLP; None is the target's."""
+    vocab: Annotated[int, Field(ge=2)] | None = None
+    """V': the draft guesses among that many tokens, the most frequent ones of the corpus' answers; None is all."""
     init: Literal["target_layers", "random"] = "target_layers"
     """Start from the target's own layers, or from small random weights."""
     attention: Literal["auto", "split", "flex", "dense"] = "auto"

@@ -162,12 +162,12 @@ def decode_target(
 
     lap = _stopwatch(target.device)
     hidden, _ = target.forward(_padded(prompts, target.device), cache)
-    tokens = _choose(head.logits(_last(hidden, prompts)), sampling, _draws(rows))[:, None]
+    tokens = _choose(head, _last(hidden, prompts), sampling, _draws(rows))[:, None]
     rows, tokens = _commit(rows, tokens, tokens.tolist(), eos, cache)
     _share(lap(), traces, "prefill_seconds")
     while rows:
         hidden, _ = target.forward(tokens, cache)
-        tokens = _choose(head.logits(hidden[:, 0]), sampling, _draws(rows))[:, None]
+        tokens = _choose(head, hidden[:, 0], sampling, _draws(rows))[:, None]
         sharing = [row.trace for row in rows]
         rows, tokens = _commit(rows, tokens, tokens.tolist(), eos, cache)
         _share(lap(), sharing, "seconds")
@@ -221,7 +221,7 @@ def decode_speculative(
     if size < 2:
         raise UserError(f"block_size: expected at least 2 (an anchor and a drafted token), got {size}")
     taps, eos, device = draft.spec.target_layer_ids, target.eos_token_ids, target.device
-    embed, head = target.ends.embedding, target.ends.head
+    embed, head, draft_head = target.ends.embedding, target.ends.head, draft.head(target.ends.head)
     rows = _rows(prompts, max_new_tokens, sampling, streams)
     traces = [row.trace for row in rows]
     longest = max(map(len, prompts)) + max_new_tokens + size
@@ -231,7 +231,7 @@ def decode_speculative(
     lap = _stopwatch(device)
     hidden, features = target.forward(_padded(prompts, device), cache, taps)
     draft.extend(context, features)
-    anchors = _choose(head.logits(_last(hidden, prompts)), sampling, _draws(rows))[:, None]
+    anchors = _choose(head, _last(hidden, prompts), sampling, _draws(rows))[:, None]
     rows, anchors = _commit(rows, anchors, anchors.tolist(), eos, cache, context)
     _share(lap(), traces, "prefill_seconds")
     while rows:
@@ -239,12 +239,11 @@ def decode_speculative(
         draws = _draws(rows, 3, size)
         stake = [min(row.left, room) - 1 for row in rows]
         hidden = draft.propose(context, embed(torch.cat([anchors, masks[: len(rows)]], dim=1)))
-        guesses, p = _guess(head, hidden[:, 1:room], sampling, draws[:, 0])
+        guesses, p = _guess(draft_head, hidden[:, 1:room], sampling, draws[:, 0], target.vocab_size)
         draft_seconds = lap()
 
         hidden, features = target.forward(torch.cat([anchors, guesses], dim=1), cache, taps)
-        logits = head.logits(hidden.flatten(0, 1))
-        accepted, answers = _verify(logits, guesses, p, torch.tensor(stake, device=device), sampling, draws)
+        accepted, answers = _verify(head, hidden, guesses, p, torch.tensor(stake, device=device), sampling, draws)
         found = torch.cat([accepted[:, None], answers], dim=1).tolist()  # the round's one transfer
         verify_seconds = lap()
 
@@ -329,59 +328,39 @@ def committed(accepted: int, answers: list[int], eos_token_ids: frozenset[int]) 
     return new[: next((end for end, token in enumerate(new, 1) if token in eos_token_ids), len(new))]
 
 
-def _guess(head: Head, hidden: Tensor, sampling: Sampling, draws: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The draft's tokens (N, n) out of its hidden states (N, n, D), and its (N, n, V) distributions if sampled."""
-    logits, shape = head.logits(hidden.flatten(0, 1)), hidden.shape[:2]
+# ---- heads
+
+
+def _choose(head: Head, hidden: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
+    """The target's token of each row: (R, D) -> (R,), the most likely or a sample."""
+    if not sampling.temperature:
+        return head.greedy(hidden)
+    return draw(warp(head.logits(hidden.contiguous()), sampling), draws)
+
+
+def _guess(
+    head: Head, hidden: Tensor, sampling: Sampling, draws: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor | None]:
+    """The draft's tokens (N, n) from its hidden states (N, n, D), and, where sampled, its distributions (N, n, V)."""
+    shape, hidden = hidden.shape[:2], hidden.flatten(0, 1)
     if not sampling.temperature or sampling.mode == "greedy_draft":
-        return _greedy(logits).unflatten(0, shape), None
-    p = warp(logits, sampling)
+        return head.greedy(hidden).unflatten(0, shape), None
+    p = warp(head.logits(hidden.contiguous()), sampling)
+    if head.token_ids is not None:  # a reduced vocabulary: the other tokens have probability 0
+        p = p.new_zeros(len(p), vocab_size).index_copy_(1, head.token_ids, p)
     return draw(p, draws[:, : shape[1]].flatten()).unflatten(0, shape), p.unflatten(0, shape)
 
 
 def _verify(
-    logits: Tensor, guesses: Tensor, p: Tensor | None, stake: Tensor, sampling: Sampling, draws: Tensor
+    head: Head, hidden: Tensor, guesses: Tensor, p: Tensor | None, stake: Tensor, sampling: Sampling, draws: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """How many guesses the target keeps (N,), and its tokens of the block (N, n + 1), from its (N * (n + 1), V)."""
-    shape = (len(guesses), guesses.shape[1] + 1)
+    """How many guesses the target keeps (N,), and its tokens (N, n + 1), from its hidden states (N, n + 1, D)."""
+    shape, hidden = hidden.shape[:2], hidden.flatten(0, 1)
     if p is None:
-        answers = _choose(logits, sampling, draws[:, 1, : shape[1]].flatten()).unflatten(0, shape)
+        answers = _choose(head, hidden, sampling, draws[:, 1, : shape[1]].flatten()).unflatten(0, shape)
         return leading(guesses == answers[:, :-1], stake), answers
-    q = warp(logits, sampling).unflatten(0, shape)
+    q = warp(head.logits(hidden), sampling).unflatten(0, shape)
     return reject(guesses, p, q, stake, draws[:, 1, : shape[1] - 1], draws[:, 2, 0])
-
-
-def _choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
-    """The target's token of each row: (R, V) -> (R,), the most likely or a sample."""
-    return draw(warp(logits, sampling), draws) if sampling.temperature else _greedy(logits)
-
-
-def _greedy(logits: Tensor) -> Tensor:
-    """(R, V) -> (R,) the most likely token of each row.
-
-    In float32 as in `generate`; on the CPU argmax is 4 times faster there than in bfloat16, conversion included.
-    """
-    return logits.float().argmax(-1)
-
-
-@torch.inference_mode()
-def divergence(
-    target: Target, prompt_ids: Sequence[int], ours: Sequence[int], theirs: Sequence[int]
-) -> Divergence | None:
-    """Where two outputs of one prompt first differ, and how sure the target is there; None if they are equal.
-
-    Its forward recomputes the common text at once, so in low precision it may rank the two tokens in either order.
-    """
-    pairs = enumerate(zip_longest(ours, theirs))
-    position, pair = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), (None, None))
-    if position is None:
-        return None
-    text = [*prompt_ids, *ours[:position]]
-    hidden, _ = target.forward(torch.tensor([text], device=target.device), _cache(target, 1, len(text)))
-    head, last = target.ends.head, hidden[:, -1].contiguous()
-    # The candidates' logits again in float32, for logits of low precision come in coarse steps.
-    likely = head.logits(last)[0].topk(min(16, target.vocab_size)).indices
-    best = Head(head.weight[likely].float(), head.softcap).logits(last.float())[0].topk(2).values
-    return Divergence(position, *pair, gap=float(best[0] - best[1]))
 
 
 # ---- the rows of a batch

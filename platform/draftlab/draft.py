@@ -21,7 +21,7 @@ from draftlab import blocks
 from draftlab.cache import KVCache
 from draftlab.config import DraftConfig
 from draftlab.errors import UserError
-from draftlab.target import check_layer_ids
+from draftlab.target import Head, check_layer_ids
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class DraftSpec:
     vocab_size: int
     tie_word_embeddings: bool
     label_layout: str = "same"
+    draft_vocab_size: int | None = None
+    """V': tokens that the draft can guess; None is all."""
 
 
 def uniform_layer_ids(count: int, num_layers: int) -> tuple[int, ...]:
@@ -77,6 +79,8 @@ def adapt(target_config: Any, draft: DraftConfig, mask_token_id: int) -> DraftSp
     if not 0 <= mask < target_config.vocab_size:
         vocabulary = target_config.vocab_size
         raise UserError(f"draft.mask_token_id: expected an id below the target's {vocabulary}, got {mask}")
+    if draft.vocab is not None and draft.vocab > target_config.vocab_size:
+        raise UserError(f"draft.vocab: expected at most the target's {target_config.vocab_size}, got {draft.vocab}")
     if draft.init == "target_layers":
         if draft.num_hidden_layers > depth:
             raise UserError(
@@ -109,6 +113,7 @@ def adapt(target_config: Any, draft: DraftConfig, mask_token_id: int) -> DraftSp
         max_position_embeddings=target_config.max_position_embeddings,
         vocab_size=target_config.vocab_size,
         tie_word_embeddings=bool(target_config.tie_word_embeddings),
+        draft_vocab_size=draft.vocab,
     )
 
 
@@ -233,6 +238,24 @@ class Draft(nn.Module):
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_hidden_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        if spec.draft_vocab_size is not None:  # as EAGLE-3's checkpoints hold them: id - row, and membership
+            self.register_buffer("d2t", torch.zeros(spec.draft_vocab_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(spec.vocab_size, dtype=torch.bool))
+
+    def set_vocabulary(self, token_ids: Tensor) -> None:
+        """Choose the tokens that a draft with a reduced vocabulary can guess: (V',) distinct ids."""
+        ids = token_ids.sort().values
+        self.d2t.copy_(ids - torch.arange(len(ids)))
+        self.t2d.zero_()[ids] = True
+
+    @property
+    def token_ids(self) -> Tensor:
+        """(V',) ascending: what a draft with a reduced vocabulary can guess."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def head(self, head: Head) -> Head:
+        """The part of the target's head that the draft uses: all of it, or the rows of its vocabulary."""
+        return head if self.spec.draft_vocab_size is None else head.only(self.token_ids)
 
     def forward(self, features: Tensor, embeds: Tensor, anchors: Tensor) -> Tensor:
         """Training forward: every block of every sequence at once.

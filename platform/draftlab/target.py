@@ -64,12 +64,14 @@ class Head:
     """The target's language-model head, frozen.
 
     Attributes:
-        weight: (V, D).
+        weight: (V, D), or (V', D) of a head over some of the tokens.
         softcap: logits are squeezed into (-softcap, softcap) by tanh; None leaves them.
+        token_ids: (V',) int64, ascending: the tokens of the rows; None is all of them.
     """
 
     weight: Tensor
     softcap: float | None = None
+    token_ids: Tensor | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of rows of final-normed hidden states: (R, D) -> (R, V).
@@ -81,6 +83,26 @@ class Head:
             raise ValueError(f"expected rows of shape (R, D), got {tuple(hidden.shape)}")
         logits = hidden @ self.weight.T
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def greedy(self, hidden: Tensor) -> Tensor:
+        """The most likely token of each row: (R, D) -> (R,) ids.
+
+        In float32 as in `generate`; on the CPU argmax is 4 times faster there than in bfloat16, conversion included.
+        """
+        rows = self.logits(hidden.contiguous()).float().argmax(-1)
+        return rows if self.token_ids is None else self.token_ids[rows]
+
+    def only(self, token_ids: Tensor) -> Head:
+        """The same head over these tokens, (V',) ascending ids."""
+        return Head(self.weight[token_ids].contiguous(), self.softcap, token_ids)
+
+    def rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Where tokens (...) stand in this head: their rows (0 where they don't), and whether they do."""
+        if self.token_ids is None:
+            return ids, torch.ones_like(ids, dtype=torch.bool)
+        rows = torch.searchsorted(self.token_ids, ids).clamp(max=len(self.token_ids) - 1)
+        known = self.token_ids[rows] == ids
+        return torch.where(known, rows, 0), known
 
 
 @dataclass(frozen=True)

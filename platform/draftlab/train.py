@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from draftlab import blocks, checkpoint, features, metrics
 from draftlab.config import Run, TrainConfig
-from draftlab.corpus import load_corpus
+from draftlab.corpus import Corpus, load_corpus
 from draftlab.draft import Draft, DraftSpec, adapt
 from draftlab.errors import UserError
 from draftlab.features import Batch, Features
@@ -49,6 +49,8 @@ class Prepared:
     heldout_rows: tuple[int, ...]
     store: str | None
     """Folder of the stored features; None when the target runs in the loop."""
+    vocabulary: tuple[int, ...]
+    """The most frequent tokens of the answers to train on, most frequent first: as many as a run's draft.vocab asks."""
     provenance: dict[str, Any]
     """Versions, git state and command of the driver: a Ray worker's own command says nothing."""
 
@@ -109,8 +111,19 @@ def prepare(runs: dict[str, Run], say: Callable[..., None]) -> Prepared:
         train_rows=tuple(corpus.train),
         heldout_rows=tuple(corpus.heldout),
         store=store,
+        vocabulary=frequent_tokens(corpus, max(run.draft.vocab or 0 for run in runs.values()), target.vocab_size),
         provenance=checkpoint.provenance(),
     )
+
+
+def frequent_tokens(corpus: Corpus, count: int, vocab_size: int) -> tuple[int, ...]:
+    """The `count` most frequent tokens of the answers to train on, most frequent first.
+
+    Those equally frequent go by id, so do those that don't occur: tokenizers give the common ones the lower ids.
+    """
+    answers = np.concatenate([row.ids[row.supervised] for row in (corpus.rows[i] for i in corpus.train)])
+    counts = np.bincount(answers, minlength=vocab_size)
+    return tuple(np.argsort(-counts, kind="stable")[:count].tolist())
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -206,9 +219,12 @@ class _Loop:
         text = self.data.batch(prepared.train_rows[:4])
         sample = text.ids[:, : int(text.lengths.min())]
         initialise(self.draft, target, run.draft.init, run.seed, sample)
+        if run.draft.vocab is not None:
+            self.draft.set_vocabulary(torch.tensor(prepared.vocabulary[: run.draft.vocab]))
         self.ends: Ends = target.ends
         self.draft.to(self.device)
-        self.model = DistributedDataParallel(self.draft) if world_size > 1 else self.draft
+        self.head = self.draft.head(self.ends.head)
+        self.model = DistributedDataParallel(self.draft, broadcast_buffers=False) if world_size > 1 else self.draft
         config = run.train
         self.optimizer = torch.optim.AdamW(
             self.draft.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay,
@@ -266,7 +282,9 @@ class _Loop:
             candidates = blocks.anchor_candidates(batch.supervised, batch.lengths)
             seeds = [(self.run.seed, epoch, row) for epoch, row in part]
             anchors, valid = blocks.sample_anchors(candidates, config.anchors, seeds)
-            yield make_blocks(batch, anchors, valid, self.draft.spec, self.position_weights)
+            part = make_blocks(batch, anchors, valid, self.draft.spec, self.position_weights)
+            part.weights *= self.head.rows(part.labels)[1]  # a token that the draft can't guess teaches nothing
+            yield part
 
     def _train_step(self) -> dict[str, float]:
         config = self.run.train
@@ -313,9 +331,10 @@ class _Loop:
     def _numerator(self, part: Blocks) -> Tensor:
         hidden = self._hidden(self.model, part)
         counts = part.weights > 0
-        head = self.ends.head
+        head = self.head
+        labels, _ = head.rows(part.labels[counts])
         numerator, _ = cross_entropy(
-            hidden[counts].to(head.weight.dtype), part.labels[counts], part.weights[counts], head.weight,
+            hidden[counts].to(head.weight.dtype), labels, part.weights[counts], head.weight,
             softcap=head.softcap, chunk=self.run.loss.chunk_rows,
         )
         return numerator
@@ -350,13 +369,13 @@ class _Loop:
         """(N, A, B-1) bool: is the drafted token the data's? The head is only asked where all earlier slots were."""
         correct = torch.zeros(part.labels.shape, dtype=torch.bool, device=hidden.device)
         alive = part.weights[..., 1] > 0
-        head = self.ends.head
+        head = self.head
         for slot in range(1, part.labels.shape[-1]):
             alive = alive & (part.weights[..., slot] > 0)
             rows = hidden[:, :, slot][alive].to(head.weight.dtype)
             if not len(rows):
                 break
-            guess = torch.cat([head.logits(chunk).argmax(-1) for chunk in rows.split(self.run.loss.chunk_rows)])
+            guess = torch.cat([head.greedy(chunk) for chunk in rows.split(self.run.loss.chunk_rows)])
             right = torch.zeros_like(alive)
             right[alive] = guess == part.labels[:, :, slot][alive]
             correct[..., slot] = alive = right

@@ -423,3 +423,39 @@ def test_a_draft_for_another_target_is_refused():
         with pytest.raises(UserError) as caught:
             checkpoint.check_target(dataclasses.replace(spec, **change), target)
         assert "tiny" in str(caught.value) and str(*change.values()) in str(caught.value)
+
+
+# ---- a reduced draft vocabulary
+
+
+@pytest.fixture
+def reduced(tmp_path):
+    draft = little_draft(vocab=5)
+    draft.set_vocabulary(torch.tensor([40, 3, 17, 4, 49]))
+    checkpoint.save(tmp_path / "reduced", draft, RUN, TARGET)
+    return tmp_path / "reduced"
+
+
+def test_a_reduced_vocabulary_is_stored_as_eagle_3_does_and_comes_back(reduced):
+    assert json.loads((reduced / "config.json").read_text())["draft_vocab_size"] == 5
+    tensors = load_file(reduced / "model.safetensors")
+    assert tensors["d2t"].tolist() == [3 - 0, 4 - 1, 17 - 2, 40 - 3, 49 - 4]
+    assert tensors["t2d"].nonzero()[:, 0].tolist() == [3, 4, 17, 40, 49]
+    draft, _ = checkpoint.load(reduced, dtype=torch.bfloat16)
+    assert draft.token_ids.tolist() == [3, 4, 17, 40, 49]
+
+
+def test_a_config_with_more_draft_tokens_than_tokens_is_refused(reduced):
+    edit(reduced, draft_vocab_size=51)
+    assert "draft_vocab_size must be at most vocab_size 50, got 51" in refusal(reduced)
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda tensors: tensors["t2d"].fill_(True),
+    lambda tensors: tensors["d2t"].fill_(0),
+    lambda tensors: tensors["d2t"][4:].fill_(46),
+    lambda tensors: tensors["d2t"].neg_(),
+], ids=["membership", "other tokens", "beyond the vocabulary", "below it"])
+def test_tables_that_do_not_agree_are_refused(reduced, spoil):
+    reweigh(reduced, spoil)
+    assert "d2t and t2d must name the same 5 ascending token ids below 50" in refusal(reduced)

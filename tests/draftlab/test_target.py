@@ -173,6 +173,18 @@ def test_the_head_refuses_anything_but_rows():
         head.logits(torch.zeros(1, 2, 3))
 
 
+def test_a_head_over_some_tokens_gives_their_logits_and_names_them():
+    torch.manual_seed(0)
+    head, ids = Head(torch.randn(9, 4), softcap=3.0), torch.tensor([1, 2, 6])
+    few, hidden = head.only(ids), torch.randn(50, 4)
+    torch.testing.assert_close(few.logits(hidden), head.logits(hidden)[:, ids])
+    assert few.greedy(hidden).tolist() == ids[head.logits(hidden)[:, ids].argmax(-1)].tolist()
+    rows, known = few.rows(torch.tensor([[0, 1, 2], [6, 7, 8]]))
+    assert rows.tolist() == [[0, 0, 1], [2, 0, 0]] and known.tolist() == [[False, True, True], [True, False, False]]
+    rows, known = head.rows(torch.tensor([0, 8]))
+    assert rows.tolist() == [0, 8] and known.all()
+
+
 def test_every_kind_of_end_of_text_is_known(folder):
     place = folder(ARCHITECTURES["llama"])
     model = AutoModelForCausalLM.from_pretrained(place)

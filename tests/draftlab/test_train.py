@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -258,8 +259,8 @@ def slots_of_step(run, prepared, corpus, target, step):
     return slots, available
 
 
-def loss_of_slots(draft, target, corpus, slots, gamma):
-    """Decayed cross-entropy in float64, one block at a time and with all logits."""
+def loss_of_slots(draft, target, corpus, slots, gamma, vocabulary=None):
+    """Decayed cross-entropy in float64, one block at a time and with all logits (of the draft's vocabulary)."""
     size, mask = draft.spec.block_size, draft.spec.mask_token_id
     numerator = denominator = 0.0
     for row, a in sorted({(row, a) for row, a, _ in slots}):
@@ -268,10 +269,13 @@ def loss_of_slots(draft, target, corpus, slots, gamma):
         tapped = tapped.bfloat16().float()  # as it is stored
         tokens = torch.tensor([int(ids[a])] + [mask] * (size - 1))
         hidden = draft(tapped, target.ends.embedding(tokens)[None, None], torch.tensor([[a]]))[0, 0]
-        logits = (hidden.double() @ target.ends.head.weight.double().T).log_softmax(-1)
+        logits = hidden.double() @ target.ends.head.weight.double().T
+        if vocabulary is not None:
+            logits = torch.full_like(logits, -torch.inf).index_copy(1, vocabulary, logits[:, vocabulary])
+        likelihood = logits.log_softmax(-1)
         for k in (k for r, b, k in slots if (r, b) == (row, a)):
             weight = math.exp(-(k - 1) / gamma)
-            numerator = numerator - weight * logits[k, ids[a + k]]
+            numerator = numerator - weight * likelihood[k, ids[a + k]]
             denominator += weight
     return numerator / denominator
 
@@ -295,6 +299,29 @@ def test_one_step_equals_the_oracle(prepared, corpus, target, tmp_path):
     for i, parameter in enumerate(draft.parameters()):
         gradient = state[i]["exp_avg"] / (1 - run.train.beta1)
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_the_vocabulary_is_the_answers_most_frequent_tokens_and_then_the_lowest_ids(prepared, corpus, target):
+    counts = Counter(int(t) for i in corpus.train for t in corpus.rows[i].ids[corpus.rows[i].supervised])
+    ids = train.frequent_tokens(corpus, 200, target.vocab_size)
+    assert ids == tuple(sorted(range(target.vocab_size), key=lambda token: (-counts[token], token))[:200])
+    assert len(counts) < 200 and prepared.vocabulary == ()
+
+
+def test_a_label_outside_the_drafts_vocabulary_teaches_nothing(corpus, target, tmp_path):
+    """The step's loss is that of the reduced head, in float64."""
+    run = RUN.replace({"draft.init": "random", "train.steps": 1, "draft.vocab": 6})
+    prepared = train.prepare({"reduced": run}, quiet)
+    done = trained(run, prepared, tmp_path)
+    ids = torch.tensor(sorted(prepared.vocabulary))
+    slots, _ = slots_of_step(run, prepared, corpus, target, 0)
+    inside = [(row, a, k) for row, a, k in slots if int(corpus.rows[row].ids[a + k]) in set(ids.tolist())]
+    assert 0 < len(inside) < len(slots)
+    draft = Draft(adapt(target.config, run.draft, target.mask_token_id))
+    draft.reset(run.seed)
+    loss = loss_of_slots(draft, target, corpus, inside, gamma=run.gamma, vocabulary=ids)
+    (metrics,) = done.metrics
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5) and metrics["valid_slots"] == len(inside)
 
 
 GOLDEN = {"loss": 8.304227, "grad_norm": 22.18184}
@@ -380,10 +407,15 @@ def test_a_run_repeats_bit_for_bit_and_its_seed_matters(base, prepared, tmp_path
     assert other.curve() != base.curve()
 
 
-def test_heldout_acceptance_equals_a_loop_over_anchors(prepared, corpus, target, tmp_path):
-    """On a draft that knows something: its held-out rows are those that it learns by heart."""
-    run = RUN.replace({"train.steps": 80, "train.eval_every": 80, "train.lr": 0.01, "train.anchors": 16})
-    prepared = dataclasses.replace(prepared, train_rows=prepared.train_rows[:8], heldout_rows=prepared.train_rows[:8])
+@pytest.mark.parametrize("vocab", [None, 60])
+def test_heldout_acceptance_equals_a_loop_over_anchors(prepared, corpus, target, tmp_path, vocab):
+    """On a draft that knows something: its held-out rows are those that it learns by heart.
+
+    A token outside its vocabulary can't be guessed, and counts as missed.
+    """
+    run = RUN.replace({"train.steps": 80, "train.eval_every": 80, "train.lr": 0.01, "train.anchors": 16, "draft.vocab": vocab})
+    rows, known = prepared.train_rows[:8], train.frequent_tokens(corpus, vocab or 0, target.vocab_size)
+    prepared = dataclasses.replace(prepared, train_rows=rows, heldout_rows=rows, vocabulary=known)
     done = trained(run, prepared, tmp_path)
     draft, _ = checkpoint.load(done.checkpoints[80] / "draft")
     size, mask = draft.spec.block_size, draft.spec.mask_token_id
@@ -399,7 +431,7 @@ def test_heldout_acceptance_equals_a_loop_over_anchors(prepared, corpus, target,
             draft.extend(cache, tapped[:, :a].bfloat16().float())
             tokens = torch.tensor([[int(ids[a])] + [mask] * (size - 1)])
             hidden = draft.propose(cache, target.ends.embedding(tokens))[0]
-            guesses = target.ends.head.logits(hidden).argmax(-1).tolist()
+            guesses = draft.head(target.ends.head).greedy(hidden).tolist()
             run = 0
             while run + 1 < size and a + run + 1 < len(ids) and supervised[a + run + 1]:
                 reached[run] += 1
