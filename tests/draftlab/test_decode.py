@@ -525,7 +525,7 @@ def test_a_draft_that_equals_the_target_is_never_rejected():
 @pytest.mark.parametrize("mode", ["rejection", "greedy_draft"])
 @pytest.mark.parametrize("sampling", [FLAT, BENT], ids=["flat", "bent"])
 def test_sampled_texts_are_distributed_as_the_targets(endless, learnt_draft, mode, sampling):
-    prompt, draws = prompts(endless, 1)[0], 8000
+    prompt, draws = prompts(endless, 1)[0], 3000
     traces = decode_speculative(
         endless, learnt_draft, [prompt] * draws, 5, 4, dataclasses.replace(sampling, mode=mode, seed=1)
     )
@@ -541,7 +541,7 @@ def test_sampled_texts_are_distributed_as_the_targets(endless, learnt_draft, mod
     for place in range(1, 5):
         ours, theirs = (np.bincount([t.tokens[place] for t in some], minlength=300) for some in (traces, alone))
         assert metrics.two_samples(ours, theirs) > 0.001
-    assert metrics.acceptance_length(traces) > 1.3, "a draft that is never accepted tests little"
+    assert metrics.acceptance_length(traces) > 1.1, "a draft that is never accepted tests little"
 
 
 def test_in_decoding_each_slot_is_accepted_as_often_as_the_distributions_overlap(endless, learnt_draft, monkeypatch):
@@ -556,7 +556,7 @@ def test_in_decoding_each_slot_is_accepted_as_often_as_the_distributions_overlap
         return accepted, answers
 
     monkeypatch.setattr(decode, "reject", watched)
-    traces = decode_speculative(endless, learnt_draft, prompts(endless, 2) * 1000, 8, 4, FLAT)
+    traces = decode_speculative(endless, learnt_draft, prompts(endless, 2) * 800, 8, 4, FLAT)
     for slot, rate in zip(slots, metrics.conditional_acceptance(traces, 4)):
         overlap, kept = np.array(slot).T
         assert rate == pytest.approx(kept.mean())
@@ -712,7 +712,7 @@ def test_a_sampled_draft_with_a_reduced_vocabulary_gives_the_targets_distributio
     draft = Draft(dataclasses.replace(learnt_draft.spec, draft_vocab_size=40))
     draft.load_state_dict(learnt_draft.state_dict(), strict=False)
     draft.set_vocabulary(torch.arange(60, 100))
-    prompt, draws = prompts(endless, 1)[0], 4000
+    prompt, draws = prompts(endless, 1)[0], 2000
     ours = decode_speculative(endless, draft.eval(), [prompt] * draws, 4, 3, FLAT)
     theirs = decode_target(endless, [prompt] * draws, 4, Sampling(1.0, seed=1))
     for place in range(1, 4):
