@@ -363,6 +363,27 @@ def _verify(
     return reject(guesses, p, q, stake, draws[:, 1, : shape[1] - 1], draws[:, 2, 0])
 
 
+@torch.inference_mode()
+def divergence(
+    target: Target, prompt_ids: Sequence[int], ours: Sequence[int], theirs: Sequence[int]
+) -> Divergence | None:
+    """Where two outputs of one prompt first differ, and how sure the target is there; None if they are equal.
+
+    Its forward recomputes the common text at once, so in low precision it may rank the two tokens in either order.
+    """
+    pairs = enumerate(zip_longest(ours, theirs))
+    position, pair = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), (None, None))
+    if position is None:
+        return None
+    text = [*prompt_ids, *ours[:position]]
+    hidden, _ = target.forward(torch.tensor([text], device=target.device), _cache(target, 1, len(text)))
+    head, last = target.ends.head, hidden[:, -1].contiguous()
+    # The candidates' logits again in float32, for logits of low precision come in coarse steps.
+    likely = head.logits(last)[0].topk(min(16, target.vocab_size)).indices
+    best = Head(head.weight[likely].float(), head.softcap).logits(last.float())[0].topk(2).values
+    return Divergence(position, *pair, gap=float(best[0] - best[1]))
+
+
 # ---- the rows of a batch
 
 
