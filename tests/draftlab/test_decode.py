@@ -654,6 +654,13 @@ def test_prompts_that_cannot_be_decoded_are_refused(target, prompt, words):
         speculate(target, random_draft(target, 4), prompt, 4)
 
 
+def test_a_prompt_longer_than_the_drafts_positions_is_refused(target):
+    draft = Draft(dataclasses.replace(spec(target, 4), max_position_embeddings=10)).eval()
+    assert len(speculate(target, draft, [65] * 6, 4).tokens) <= 4
+    with pytest.raises(UserError, match="prompt of 7 tokens .* 4: the draft has 10 positions"):
+        speculate(target, draft, [65] * 7, 4)
+
+
 def test_a_block_without_a_drafted_token_is_refused(target):
     with pytest.raises(UserError, match="at least 2 .* got 1"):
         speculate(target, random_draft(target, 4), [1, 2], 4, block_size=1)
