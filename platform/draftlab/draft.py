@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftlab import blocks
+from draftlab.cache import KVCache
 from draftlab.config import DraftConfig
 from draftlab.errors import UserError
 from draftlab.target import Head, check_layer_ids
@@ -232,16 +234,6 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class DraftCache:
-    """Keys and values of the committed context, one pair of buffers a layer; room for a block at their end."""
-
-    def __init__(self, spec: DraftSpec, batch: int, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (batch, spec.num_key_value_heads, max_length + spec.block_size, spec.head_dim)
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_hidden_layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_hidden_layers)]
-        self.length = 0
-
-
 class Draft(nn.Module):
     """A draft. Embedding and head belong to the target and are not part of it.
 
@@ -334,24 +326,21 @@ class Draft(nn.Module):
             x = layer(x, here, lambda q, k, v, kv=context_kv: attend(q, *kv, k, v))
         return self.norm(x).view(count, anchor_count, block_size, -1)
 
-    def start(self, max_length: int, batch: int = 1) -> DraftCache:
-        """An empty cache for decoding up to `max_length` committed tokens."""
+    def start(self, max_length: int, batch: int = 1) -> KVCache:
+        """An empty cache for decoding up to `max_length` committed tokens; room for a block behind them."""
         weight = self.norm.weight
-        return DraftCache(self.spec, batch, max_length, weight.dtype, weight.device)
+        length = max_length + self.spec.block_size
+        return KVCache(self.spec, batch, length, dtype=weight.dtype, device=weight.device)
 
-    def extend(self, cache: DraftCache, features: Tensor) -> None:
+    def extend(self, cache: KVCache, features: Tensor) -> None:
         """Append the features of committed tokens (N, n, T*D_target) to the cache."""
-        end = cache.length + features.shape[1]
-        contexts = self.contexts(features)
-        rope = rotary(self.spec, torch.arange(cache.length, end, device=features.device)[None])
-        for layer, context, keys, values in zip(self.layers, contexts, cache.keys, cache.values, strict=True):
+        rope = rotary(self.spec, cache.positions(features.shape[1]))
+        for layer, context, kept in zip(self.layers, self.contexts(features), cache.layers, strict=True):
             k, v = layer.self_attn.keys_values(context, rope, context=True)
-            keys[:, :, cache.length : end] = k.transpose(1, 2)
-            values[:, :, cache.length : end] = v.transpose(1, 2)
-        cache.length = end
+            kept.update(k.transpose(1, 2), v.transpose(1, 2))
 
-    def propose(self, cache: DraftCache, embeds: Tensor) -> Tensor:
-        """Draft the block whose anchor stands right after the cached context.
+    def propose(self, cache: KVCache, embeds: Tensor) -> Tensor:
+        """Draft the block whose anchor stands right after the cached context of each row.
 
         Args:
             cache: context of all positions before the anchor; unchanged.
@@ -360,18 +349,18 @@ class Draft(nn.Module):
         Returns:
             (N, B, D) final-normed hidden states.
         """
-        end = cache.length + embeds.shape[1]
-        rope = rotary(self.spec, torch.arange(cache.length, end, device=embeds.device)[None])
-        x = embeds
-        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
+        size = embeds.shape[1]
+        positions, mask = cache.positions(size), None
+        if cache.behind is not None:
+            mask = torch.arange(cache.length + size, device=embeds.device) <= positions[:, None, None, -1:]
+        rope, x = rotary(self.spec, positions), embeds
+        for layer, kept in zip(self.layers, cache.layers, strict=True):
 
-            def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
+            def attend(q: Tensor, k: Tensor, v: Tensor, kept: CacheLayerMixin = kept) -> Tensor:
                 # The block's own keys go behind the context for this call; the next one overwrites them.
-                keys[:, :, cache.length : end] = k.transpose(1, 2)
-                values[:, :, cache.length : end] = v.transpose(1, 2)
-                grouped = F.scaled_dot_product_attention(
-                    q.transpose(1, 2), keys[:, :, :end], values[:, :, :end], enable_gqa=True
-                )
+                keys, values = kept.update(k.transpose(1, 2), v.transpose(1, 2))
+                kept.crop(size)
+                grouped = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, enable_gqa=True)
                 return grouped.transpose(1, 2)
 
             x = layer(x, rope, attend)

@@ -104,10 +104,10 @@ def evaluate(
     """
     _check(target, drafts, prompts, config)
     decoders: dict[str | None, Callable[[Sequence[int], int], Trace]] = {
-        None: lambda ids, limit: decode_target(target, ids, limit)
+        None: lambda ids, limit: decode_target(target, [ids], limit)[0]
     }
     for name, draft in drafts.items():
-        decoders[name] = lambda ids, limit, draft=draft: decode_speculative(target, draft, ids, limit)
+        decoders[name] = lambda ids, limit, draft=draft: decode_speculative(target, draft, [ids], limit)[0]
 
     say(f"decoding {len(prompts)} prompts: the target alone and {', '.join(drafts)}", doing="decoding held-out prompts")
     for decode in decoders.values():
@@ -221,7 +221,8 @@ def _check(
             if not torch.isfinite(values).all():
                 raise UserError(f"{name}: {tensor} holds NaN or infinite weights")
     for prompt in prompts:
-        check_prompt(target, prompt, config.max_new_tokens)
+        for draft in drafts.values():
+            check_prompt(target, prompt, config.max_new_tokens, draft)
 
 
 def _attempt(decode: Callable[[Sequence[int], int], Trace], ids: Sequence[int], limit: int) -> Trace | str:

@@ -6,6 +6,7 @@ What cannot be known (no round, one prompt) is NaN, never a made-up number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -134,6 +135,7 @@ def call_times(target_traces: Sequence[Trace], draft_traces: Sequence[Trace]) ->
     """Mean milliseconds: `target_ms` a token of the target alone; `draft_ms`, `verify_ms`, `commit_ms` a round.
 
     `commit_ms` is the rest of a round: accepted features into the draft's cache, both caches cropped, bookkeeping.
+    In a batch they are a row's share; a call takes `rows_per_call` times as long.
     speedup = acceptance_length * target_ms / (draft_ms + verify_ms + commit_ms) by construction.
     """
     rounds = [r for trace in draft_traces for r in trace.rounds]
@@ -141,6 +143,12 @@ def call_times(target_traces: Sequence[Trace], draft_traces: Sequence[Trace]) ->
     draft, verify, commit = times.mean(0) * 1e3 if rounds else (np.nan,) * 3
     target = ratio(np.array([_cost(trace, False) for trace in target_traces], float).reshape(-1, 2)) * 1e3
     return {"target_ms": target, "draft_ms": float(draft), "verify_ms": float(verify), "commit_ms": float(commit)}
+
+
+def rows_per_call(traces: Sequence[Trace]) -> float:
+    """Mean rows that shared a round's calls: below the batch size, since finished rows leave."""
+    rows = [r.rows for trace in traces for r in trace.rounds]
+    return len(rows) / sum(1 / n for n in rows) if rows else float("nan")
 
 
 def typical(repeats: Sequence[Trace]) -> Trace:
@@ -235,6 +243,40 @@ def serving_walk(committed: np.ndarray) -> tuple[int, int]:
         rounds += committed[position] > 0
         position += max(int(committed[position]), 1)  # a place without an anchor is stepped over
     return tokens, int(rounds)
+
+
+def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
+    """The p-value of counts under the distribution that they should have (Pearson's test); NaN for a single cell.
+
+    Args:
+        observed: (C,) counts.
+        expected: (C,) what they should be on average. Cells below 5 count as one.
+    """
+    rare = expected < 5
+    observed, expected = (np.append(cells[~rare], cells[rare].sum()) for cells in (observed, expected))
+    if expected[-1] == 0:
+        if observed[-1]:
+            return 0.0  # what can't happen did
+        observed, expected = observed[:-1], expected[:-1]
+    return _upper_tail(float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1)
+
+
+def two_samples(first: np.ndarray, second: np.ndarray) -> float:
+    """The p-value of two samples' counts, each (C,), under one common distribution; NaN for a single cell."""
+    both = np.stack([first, second])
+    rare = both.sum(0) < 10
+    both = np.hstack([both[:, ~rare], both[:, rare].sum(1, keepdims=True)])
+    both = both[:, both.sum(0) > 0]
+    expected = both.sum(1, keepdims=True) * both.sum(0) / both.sum()
+    return _upper_tail(float(((both - expected) ** 2 / expected).sum()), both.shape[1] - 1)
+
+
+def _upper_tail(statistic: float, freedom: int) -> float:
+    """P(chi-square >= statistic), by Wilson and Hilferty's cube root: within a few percent down to 1e-4."""
+    if not freedom:
+        return float("nan")
+    spread = 2 / (9 * freedom)
+    return 0.5 * math.erfc(((statistic / freedom) ** (1 / 3) - 1 + spread) / math.sqrt(2 * spread))
 
 
 def _rounds(traces: Sequence[Trace]) -> tuple[np.ndarray, np.ndarray]:

@@ -192,14 +192,16 @@ class Target:
         """Append tokens to a cache and read their hidden states; callers run the head on the rows they need.
 
         Args:
-            ids: (N, n), placed at positions cache.length onwards.
+            ids: (N, n), placed at `cache.positions(n)`: rows of unlike length go on each where it ends.
             cache: grows by n.
             layer_ids: T layers to read; none by default.
 
         Returns:
             (N, n, D) final-normed hidden states, and (N, n, T*D) features.
         """
-        features, last = self._run(ids, tuple(layer_ids), cache=cache, use_cache=True)
+        # Rows of one length need no mask: the models' own causal attention is right, and faster.
+        ragged = {} if cache.behind is None else self._ragged(cache, ids.shape[1])
+        features, last = self._run(ids, tuple(layer_ids), cache=cache, use_cache=True, **ragged)
         return last, features
 
     @torch.no_grad()
@@ -239,6 +241,20 @@ class Target:
             )
         except Exception as error:  # a template is a program: it raises what it likes
             raise UserError(f"target {self.name}: its chat template refused a conversation ({_line(error)})") from error
+
+    def _ragged(self, cache: KVCache, count: int) -> dict:
+        """Positions, and attention masks (N, 1, count, keys), of the next tokens of rows of unlike length."""
+        positions = cache.positions(count)
+        keys, queries = torch.arange(cache.length + count, device=positions.device), positions[:, None, :, None]
+        window, seen = getattr(self.config, "sliding_window", None), {"full_attention": keys <= queries}
+        if window is not None:
+            seen["sliding_attention"] = seen["full_attention"] & (keys > queries - window)
+        masks = {}
+        for kind in set(getattr(self.config, "layer_types", None) or list(seen)[-1:]):  # mistral: all layers slide
+            mask = torch.zeros(seen[kind].shape, dtype=self.dtype, device=keys.device)
+            masks[kind] = mask.masked_fill_(~seen[kind], -torch.inf)
+        # A model with several kinds of layers takes its masks by kind.
+        return {"position_ids": positions, "attention_mask": masks if len(masks) > 1 else next(iter(masks.values()))}
 
     def _run(
         self, ids: Tensor, layer_ids: tuple[int, ...], *, stop: bool = False, **inputs

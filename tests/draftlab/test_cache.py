@@ -1,10 +1,13 @@
 """The cache against transformers' own growing one, on models with and without sliding windows."""
 
+import random
+import re
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
-from draftlab.cache import KVCache
+from draftlab.cache import KVCache, packed
 
 SHAPE = {
     "vocab_size": 64,
@@ -90,6 +93,33 @@ def test_nothing_is_allocated_again(model, ids):
     assert [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers] == places
 
 
+def test_rows_of_unlike_length_are_written_each_at_its_own_end():
+    config = LlamaConfig(**SHAPE)
+    cache = KVCache(config, 3, LENGTH, dtype=torch.float32, device="cpu")
+    layer, shape = cache.layers[0], (3, 2, 4, 8)
+    for kept in cache.layers:
+        kept.update(torch.ones(shape), torch.ones(shape))
+    cache.rewind([4, 1, 2])
+    assert cache.length == 4 and cache.behind.tolist() == [0, 3, 2]
+    assert cache.positions(2).tolist() == [[4, 5], [1, 2], [2, 3]]
+    keys, values = layer.update(2 * torch.ones(3, 2, 2, 8), 3 * torch.ones(3, 2, 2, 8))
+    assert keys[:, 0, :, 0].tolist() == [[1, 1, 1, 1, 2, 2], [1, 2, 2, 1, 0, 0], [1, 1, 2, 2, 0, 0]]
+    assert values[:, 1, :, 7].tolist() == [[1, 1, 1, 1, 3, 3], [1, 3, 3, 1, 0, 0], [1, 1, 3, 3, 0, 0]]
+    for kept in cache.layers[1:]:
+        kept.update(torch.ones(3, 2, 2, 8), torch.ones(3, 2, 2, 8))
+    cache.rewind([3, 3, 3])
+    assert cache.behind is None and cache.positions(2).tolist() == [[3, 4]]
+
+
+def test_rows_from_the_end_fill_the_holes_of_those_that_leave():
+    rng = random.Random(0)
+    for _ in range(50):
+        stay = [rng.random() < 0.6 for _ in range(rng.randint(0, 9))]
+        index = packed(stay)
+        assert sorted(index) == [row for row, stays in enumerate(stay) if stays]
+        assert all(index[row] == row for row in range(len(index)) if stay[row])
+
+
 def test_more_than_it_holds_is_refused(model, ids):
     cache = new_cache(model, length=LENGTH - 1)
     logits(model, ids[:, :8], cache)
@@ -97,9 +127,9 @@ def test_more_than_it_holds_is_refused(model, ids):
         logits(model, ids[:, 8:], cache)
 
 
-@pytest.mark.parametrize("length", [-1, 9])
+@pytest.mark.parametrize("length", [-1, 9, [8, 9, 3], [8, 3, -1]])
 def test_it_can_not_be_rewound_to_where_it_never_was(model, ids, length):
     cache = new_cache(model)
     logits(model, ids[:, :8], cache)
-    with pytest.raises(ValueError, match=f"0 to 8, got {length}"):
+    with pytest.raises(ValueError, match=re.escape(f"0 to 8, got {length}")):
         cache.rewind(length)

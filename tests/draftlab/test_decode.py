@@ -3,14 +3,17 @@ that keeps no cache and recomputes everything in every round, written from the d
 
 import dataclasses
 import random
+import time
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from draftlab import decode
+from draftlab import decode, metrics
 from draftlab.config import DraftConfig, TargetConfig
-from draftlab.decode import decode_speculative, decode_target, generate
+from draftlab.decode import Sampling, decode_speculative, decode_target, generate
 from draftlab.draft import Draft, adapt
 from draftlab.errors import UserError
 from draftlab.target import layer_output_index, load_target
@@ -98,6 +101,12 @@ class Scripted:
     class Context:
         length = 0
 
+        def rewind(self, lengths):
+            (self.length,) = lengths or [0]
+
+        def keep_rows(self, index):
+            """There is one row."""
+
     def start(self, max_length, batch=1):
         return self.Context()
 
@@ -169,6 +178,11 @@ def training_forward(target, draft, block_size):
     return propose
 
 
+def speculate(target, draft, prompt, limit, block_size=None):
+    """One prompt's trace."""
+    return decode_speculative(target, draft, [prompt], limit, block_size)[0]
+
+
 def rounds_of(trace):
     return [(r.accepted, r.committed) for r in trace.rounds]
 
@@ -178,7 +192,7 @@ def rounds_of(trace):
 
 def test_the_targets_own_decoding_equals_generate(target):
     for prompt in prompts(target, 8):
-        trace = decode_target(target, prompt, LIMIT)
+        (trace,) = decode_target(target, [prompt], LIMIT)
         assert trace.tokens == generate(target, prompt, LIMIT)
         assert trace.rounds == [] and trace.prompt_tokens == len(prompt)
         assert trace.seconds > 0 and trace.prefill_seconds > 0
@@ -190,14 +204,14 @@ def test_the_targets_own_decoding_stops_at_any_eos_exactly_where_generate_does(e
     for last in range(12):
         eos = frozenset({text[last], endless.vocab_size})
         monkeypatch.setattr(endless, "eos_token_ids", eos)
-        assert decode_target(endless, prompt, 12).tokens == generate(endless, prompt, 12)
+        assert decode_target(endless, [prompt], 12)[0].tokens == generate(endless, prompt, 12)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
 def test_the_limit_counts_the_prefills_token(endless, limit):
     prompt = prompts(endless, 1)[0]
-    assert len(decode_target(endless, prompt, limit).tokens) == limit
-    trace = decode_speculative(endless, random_draft(endless, 4), prompt, limit)
+    assert len(decode_target(endless, [prompt], limit)[0].tokens) == limit
+    trace = speculate(endless, random_draft(endless, 4), prompt, limit)
     assert trace.tokens == generate(endless, prompt, limit)
     assert sum(r.committed for r in trace.rounds) == limit - 1
 
@@ -209,7 +223,7 @@ def test_the_limit_counts_the_prefills_token(endless, limit):
 def test_a_random_draft_gives_the_oracles_rounds_and_the_targets_text(target, block_size):
     draft = random_draft(target, block_size)
     for prompt in prompts(target, 2):
-        trace = decode_speculative(target, draft, prompt, 20)
+        trace = speculate(target, draft, prompt, 20)
         propose = training_forward(target, draft, block_size)
         tokens, rounds = oracle(target, propose, prompt, 20, block_size, target.eos_token_ids)
         assert trace.tokens == tokens == generate(target, prompt, 20)
@@ -221,7 +235,7 @@ def test_a_learnt_draft_gives_the_oracles_rounds_and_the_targets_text(endless, l
     # Trained at 8, decoded at 2 to 16. One prompt it has seen, one it has not.
     seen, unseen = prompts(endless, 3)[0], prompts(endless, 3)[2]
     for prompt in (seen, unseen):
-        trace = decode_speculative(endless, learnt_draft, prompt, LIMIT, block_size)
+        trace = speculate(endless, learnt_draft, prompt, LIMIT, block_size)
         propose = training_forward(endless, learnt_draft, block_size)
         tokens, rounds = oracle(endless, propose, prompt, LIMIT, block_size, endless.eos_token_ids)
         assert trace.tokens == tokens == generate(endless, prompt, LIMIT)
@@ -235,7 +249,7 @@ def test_a_learnt_draft_gives_the_oracles_rounds_and_the_targets_text(endless, l
 def test_a_draft_that_knows_the_future_gives_the_oracles_rounds(endless, block_size, error):
     for seed, prompt in enumerate(prompts(endless, 2)):
         text = prompt + generate(endless, prompt, LIMIT)
-        trace = decode_speculative(endless, Scripted(endless, text, block_size, error, seed), prompt, LIMIT)
+        trace = speculate(endless, Scripted(endless, text, block_size, error, seed), prompt, LIMIT)
         again = Scripted(endless, text, block_size, error, seed)
         tokens, rounds = oracle(
             endless, lambda now, _: again.guesses(len(now) - 1, block_size)[1:], prompt, LIMIT, block_size,
@@ -260,7 +274,7 @@ def test_eos_anywhere_in_a_block_ends_the_text_where_the_target_alone_would(endl
         monkeypatch.setattr(endless, "eos_token_ids", eos)
         expected = generate(endless, prompt, 13)
         draft = Scripted(endless, prompt + text, block_size, error, seed=last)
-        trace = decode_speculative(endless, draft, prompt, 13)
+        trace = speculate(endless, draft, prompt, 13)
         again = Scripted(endless, prompt + text, block_size, error, seed=last)
         tokens, rounds = oracle(
             endless, lambda now, _: again.guesses(len(now) - 1, block_size)[1:], prompt, 13, block_size, eos
@@ -279,7 +293,7 @@ def test_eos_anywhere_in_a_block_ends_the_text_where_the_target_alone_would(endl
 def test_the_limit_anywhere_in_a_block_ends_the_text_there(endless, limit):
     prompt = prompts(endless, 2)[1]
     text = prompt + generate(endless, prompt, 24)
-    trace = decode_speculative(endless, Scripted(endless, text, 8, 0.0), prompt, limit)
+    trace = speculate(endless, Scripted(endless, text, 8, 0.0), prompt, limit)
     assert trace.tokens == text[len(prompt) :][:limit]
     whole, rest = divmod(limit - 1, 8)
     assert [r.committed for r in trace.rounds] == [8] * whole + [rest] * (rest > 0)
@@ -293,12 +307,302 @@ def test_the_last_position_of_the_target_can_be_written_and_none_behind_it(endle
     lengths = []
     forward = endless.forward
     monkeypatch.setattr(endless, "forward", lambda *a, **k: (forward(*a, **k), lengths.append(a[1].length))[0])
-    trace = decode_speculative(endless, Scripted(endless, text, 8, 0.2), prompt, 10)
+    trace = speculate(endless, Scripted(endless, text, 8, 0.2), prompt, 10)
     assert trace.tokens == text[len(prompt) :]
     assert max(lengths) < len(prompt) + 10
     words = f"prompt of {len(prompt)} tokens .* 11: the target has {len(prompt) + 10} positions"
     with pytest.raises(UserError, match=words):
-        decode_target(endless, prompt, 11)
+        decode_target(endless, [prompt], 11)
+
+
+@pytest.mark.parametrize("block_size", [4, 8, 16])
+def test_twenty_prompts_give_the_oracles_rounds_at_every_block_size(endless, learnt_draft, block_size):
+    accepted = 0
+    for prompt in prompts(endless, 20):
+        trace = speculate(endless, learnt_draft, prompt, 12, block_size)
+        propose = training_forward(endless, learnt_draft, block_size)
+        tokens, rounds = oracle(endless, propose, prompt, 12, block_size, endless.eos_token_ids)
+        assert trace.tokens == tokens
+        assert rounds_of(trace) == rounds
+        accepted += sum(kept for kept, _ in rounds)
+    assert accepted > 20
+
+
+# ---- batches
+
+
+LENGTHS = (1, 500, 2, 40, 7, 133, 499, 20)
+
+
+def prompts_of_all_lengths(target):
+    rng = random.Random(1)
+    return [rng.choices(range(33, 127), k=length) for length in LENGTHS[:-1]] + [prompts(target, 1)[0][: LENGTHS[-1]]]
+
+
+@pytest.mark.parametrize("batch", [1, 4, 8])
+def test_a_batch_writes_what_each_prompt_alone_writes_in_the_same_rounds(endless, learnt_draft, monkeypatch, batch):
+    asked = prompts_of_all_lengths(endless)
+    # Every second text has its end somewhere in it, so that rows leave at different times.
+    texts = [generate(endless, prompt, 24) for prompt in asked]
+    monkeypatch.setattr(endless, "eos_token_ids", frozenset({texts[1][9], texts[3][14], endless.vocab_size}))
+    expected = [generate(endless, prompt, 24) for prompt in asked]
+    assert len({len(text) for text in expected}) > 2 and max(map(len, expected)) == 24
+    knowing = KnowsAll(endless, [prompt + text for prompt, text in zip(asked, texts)])
+    for draft in (learnt_draft, knowing):
+        alone = [speculate(endless, draft, prompt, 24) for prompt in asked]
+        drafted, target_alone = [], []
+        for start in range(0, len(asked), batch):
+            drafted += decode_speculative(endless, draft, asked[start : start + batch], 24)
+            target_alone += decode_target(endless, asked[start : start + batch], 24)
+        assert [t.tokens for t in drafted] == [t.tokens for t in target_alone] == expected
+        assert [rounds_of(t) for t in drafted] == [rounds_of(t) for t in alone]
+        assert [t.prompt_tokens for t in drafted] == list(LENGTHS)
+    assert {r.committed for t in drafted for r in t.rounds} == set(range(1, 9)), "acceptance was ragged"
+
+
+class KnowsAll(Draft):
+    """A draft that looks up which of several texts a row is, and proposes its future up to a place that varies."""
+
+    def __init__(self, target, texts):
+        super().__init__(spec(target, 8))
+        self.reset(0)
+        self.target, self.texts = target, texts
+        self.eval()
+
+    def propose(self, cache, embeds):
+        hidden = super().propose(cache, embeds)
+        anchors = cache.positions(1)[:, 0].expand(len(embeds)).tolist()
+        for row, at in enumerate(anchors):
+            anchor = torch.cdist(embeds[row, :1], self.target.ends.embedding.weight).argmin().item()
+            futures = [text[at + 1 : at + 8] for text in self.texts if len(text) > at and text[at] == anchor]
+            if len(futures) == 1:
+                wrong = at % 8
+                future = [(t + 1) % 256 if slot == wrong else t for slot, t in enumerate(futures[0])]
+                hidden[row, 1 : 1 + len(future)] = self.target.ends.head.weight[future]
+        return hidden
+
+
+def test_rows_that_leave_change_nothing_for_those_that_stay(endless, learnt_draft, monkeypatch):
+    asked = prompts(endless, 5)
+    texts = [generate(endless, prompt, 16) for prompt in asked]
+    for leaver in range(5):
+        monkeypatch.setattr(endless, "eos_token_ids", frozenset({texts[leaver][4]}))
+        expected = [generate(endless, prompt, 16) for prompt in asked]
+        assert [t.tokens for t in decode_target(endless, asked, 16)] == expected
+        assert [t.tokens for t in decode_speculative(endless, learnt_draft, asked, 16)] == expected
+
+
+def test_the_rows_of_a_batch_share_its_time(endless, learnt_draft):
+    began = time.perf_counter()
+    traces = decode_speculative(endless, learnt_draft, prompts(endless, 3), 16)
+    spent = time.perf_counter() - began
+    assert traces[0].prefill_seconds == traces[1].prefill_seconds == traces[2].prefill_seconds > 0
+    assert sum(t.seconds + t.prefill_seconds for t in traces) <= spent
+    assert traces[0].rounds[0].rows == 3
+    for trace in traces:
+        parts = sum(r.draft_seconds + r.verify_seconds + r.commit_seconds for r in trace.rounds)
+        assert parts == pytest.approx(trace.seconds)
+    calls = max(len(t.rounds) for t in traces)
+    assert sum(1 / r.rows for t in traces for r in t.rounds) == pytest.approx(calls)
+
+
+# ---- sampling
+
+
+FLAT = Sampling(temperature=1.0)
+BENT = Sampling(temperature=0.7, top_k=5, top_p=0.9)
+
+
+def logits_of(rows, size=40, seed=0):
+    return 3 * torch.randn(rows, size, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize("top_k", [None, 1, 7, 100])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3])
+def test_logits_are_bent_as_transformers_bends_them(temperature, top_k, top_p):
+    logits = logits_of(50)
+    expected = TemperatureLogitsWarper(temperature)(None, logits)
+    expected = expected if top_k is None else TopKLogitsWarper(top_k)(None, expected)
+    expected = TopPLogitsWarper(top_p)(None, expected).softmax(-1)
+    found = decode.warp(logits, Sampling(temperature, top_k, top_p))
+    torch.testing.assert_close(found, expected)
+    assert decode.warp(logits.bfloat16(), Sampling(temperature, top_k, top_p)).dtype == torch.float32
+
+
+def test_a_draw_is_the_inverse_of_the_running_sum_and_never_impossible():
+    p = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]])
+    for uniform, token in ((0.0, 1), (0.24999, 1), (0.25, 3), (0.9, 3), (1 - 2**-53, 3)):
+        assert decode.draw(p, torch.tensor([uniform], dtype=torch.float64)).tolist() == [token]
+
+
+def test_accepted_guesses_are_counted_up_to_the_first_that_is_not_and_to_what_is_at_stake():
+    rng = random.Random(0)
+    for n in range(6):
+        kept = [[rng.random() < 0.7 for _ in range(n)] for _ in range(50)]
+        stake = [rng.randint(0, n) for _ in kept]
+        expected = [next((i for i, good in enumerate(row[:s]) if not good), s) for row, s in zip(kept, stake)]
+        found = decode.leading(torch.tensor(kept, dtype=torch.bool).view(50, n), torch.tensor(stake))
+        assert found.tolist() == expected
+
+
+def test_what_is_committed_ends_with_the_first_eos():
+    assert decode.committed(2, [5, 6, 7, 8], frozenset({9})) == [5, 6, 7]
+    assert decode.committed(3, [5, 6, 7, 8], frozenset({6, 8})) == [5, 6]
+    assert decode.committed(0, [5, 6, 7, 8], frozenset({6})) == [5]
+    assert decode.committed(1, [5, 6], frozenset({6})) == [5, 6]
+
+
+def drafted_blocks(draws, size=6, n=2):
+    """Random p and q, the same for every row; guesses drawn from p; the draws that `reject` wants."""
+    p = decode.warp(logits_of(n, size, seed=1), FLAT).expand(draws, -1, -1)
+    q = decode.warp(logits_of(n + 1, size, seed=2), FLAT).expand(draws, -1, -1)
+    random = torch.Generator().manual_seed(3)
+    guesses = torch.multinomial(p[0], draws, replacement=True, generator=random).T
+    keep = torch.rand(draws, n, generator=random, dtype=torch.float64)
+    return guesses, p, q, torch.full((draws,), n), keep, torch.rand(draws, generator=random, dtype=torch.float64)
+
+
+def p_values(rule, draws=200_000):
+    """Of each of the block's tokens, among the rows that come that far, against the target's distribution."""
+    blocks = drafted_blocks(draws)
+    (accepted, answers), q = rule(*blocks), blocks[2][0]
+    found = []
+    for slot in range(answers.shape[1]):
+        tokens = answers[accepted >= slot, slot]
+        counts = torch.bincount(tokens, minlength=q.shape[1]).double().numpy()
+        found.append(metrics.chi_square(counts, q[slot].double().numpy() * len(tokens)))
+    return found
+
+
+def test_rejection_sampling_gives_the_targets_distribution_at_every_slot():
+    assert min(p_values(decode.reject)) > 0.001
+
+
+def accept_always(guesses, p, q, stake, keep, replace):
+    return decode.reject(guesses, p, q, stake, torch.zeros_like(keep), replace)
+
+
+def without_residual(guesses, p, q, stake, keep, replace):
+    accepted, answers = decode.reject(guesses, p, q, stake, keep, replace)
+    fresh = decode.draw(q[torch.arange(len(q)), accepted], replace)
+    return accepted, answers.scatter(1, accepted[:, None], fresh[:, None])
+
+
+def guesses_at_random(guesses, p, q, stake, keep, replace):
+    return decode.reject(guesses, p.flip(-1), q, stake, keep, replace)  # not the p that they were drawn from
+
+
+@pytest.mark.parametrize("broken", [accept_always, without_residual, guesses_at_random])
+def test_a_broken_rule_does_not(broken):
+    assert min(p_values(broken)) < 1e-9
+
+
+def test_each_slot_is_accepted_as_often_as_the_distributions_overlap():
+    blocks = drafted_blocks(200_000)
+    accepted, _ = decode.reject(*blocks)
+    overlap = torch.minimum(blocks[1][0], blocks[2][0, :-1]).sum(-1)  # 1 - TV
+    for slot, expected in enumerate(overlap.tolist()):
+        reached = (accepted >= slot).sum().item()
+        rate, spread = (accepted > slot).sum().item() / reached, (expected * (1 - expected) / reached) ** 0.5
+        assert abs(rate - expected) < 3.3 * spread
+
+
+def test_only_guesses_at_stake_are_kept_and_the_next_token_is_the_targets_own():
+    guesses, p, q, _, keep, replace = drafted_blocks(50_000)
+    accepted, answers = decode.reject(guesses, p, q, torch.zeros(50_000), keep, replace)
+    assert not accepted.any()
+    counts = torch.bincount(answers[:, 0], minlength=6).double().numpy()
+    assert metrics.chi_square(counts, q[0, 0].double().numpy() * 50_000) > 0.001
+
+
+def test_a_draft_that_equals_the_target_is_never_rejected():
+    guesses, _, q, stake, keep, replace = drafted_blocks(10_000)
+    accepted, answers = decode.reject(guesses, q[:, :2], q, stake, keep, replace)
+    assert (accepted == 2).all() and torch.equal(answers[:, :2], guesses)
+
+
+@pytest.mark.parametrize("mode", ["rejection", "greedy_draft"])
+@pytest.mark.parametrize("sampling", [FLAT, BENT], ids=["flat", "bent"])
+def test_sampled_texts_are_distributed_as_the_targets(endless, learnt_draft, mode, sampling):
+    prompt, draws = prompts(endless, 1)[0], 3000
+    traces = decode_speculative(
+        endless, learnt_draft, [prompt] * draws, 5, 4, dataclasses.replace(sampling, mode=mode, seed=1)
+    )
+    weights, texts = torch.ones(1), torch.tensor([prompt])
+    for place in range(2):  # the exact distribution of the first tokens, over all texts before them
+        logits = endless.model(texts).logits[:, -1]
+        q = weights[:, None] * decode.warp(logits, sampling)
+        counts = np.bincount([t.tokens[place] for t in traces], minlength=endless.vocab_size)
+        assert metrics.chi_square(counts, q.sum(0).double().numpy() * draws) > 0.001
+        before, token = (q > 1e-7).nonzero().T
+        weights, texts = q[before, token], torch.cat([texts[before], token[:, None]], dim=1)
+    alone = decode_target(endless, [prompt] * draws, 5, dataclasses.replace(sampling, seed=2))
+    for place in range(1, 5):
+        ours, theirs = (np.bincount([t.tokens[place] for t in some], minlength=300) for some in (traces, alone))
+        assert metrics.two_samples(ours, theirs) > 0.001
+    assert metrics.acceptance_length(traces) > 1.1, "a draft that is never accepted tests little"
+
+
+def test_in_decoding_each_slot_is_accepted_as_often_as_the_distributions_overlap(endless, learnt_draft, monkeypatch):
+    slots, reject = [[], [], []], decode.reject
+
+    def watched(guesses, p, q, stake, keep, replace):
+        accepted, answers = reject(guesses, p, q, stake, keep, replace)
+        overlap = torch.minimum(p, q[:, :-1]).sum(-1)
+        for slot in range(guesses.shape[1]):
+            reached = (accepted >= slot) & (stake > slot)
+            slots[slot] += zip(overlap[reached, slot].tolist(), (accepted[reached] > slot).tolist())
+        return accepted, answers
+
+    monkeypatch.setattr(decode, "reject", watched)
+    traces = decode_speculative(endless, learnt_draft, prompts(endless, 2) * 800, 8, 4, FLAT)
+    for slot, rate in zip(slots, metrics.conditional_acceptance(traces, 4)):
+        overlap, kept = np.array(slot).T
+        assert rate == pytest.approx(kept.mean())
+        spread = (overlap * (1 - overlap)).sum() ** 0.5 / len(slot)
+        assert abs(rate - overlap.mean()) < 3.3 * spread and len(slot) > 300
+
+
+@pytest.mark.parametrize("mode", ["rejection", "greedy_draft"])
+def test_a_seed_repeats_a_text_whatever_its_company_is(endless, learnt_draft, mode):
+    asked, sampling = prompts_of_all_lengths(endless), Sampling(1.0, mode=mode, seed=7)
+    together = decode_speculative(endless, learnt_draft, asked, 16, 8, sampling)
+    again = decode_speculative(endless, learnt_draft, asked, 16, 8, sampling)
+    alone = [
+        decode_speculative(endless, learnt_draft, [prompt], 16, 8, sampling, streams=[row])[0]
+        for row, prompt in enumerate(asked)
+    ]
+    assert [t.tokens for t in together] == [t.tokens for t in again] == [t.tokens for t in alone]
+    assert [rounds_of(t) for t in together] == [rounds_of(t) for t in alone]
+    targets = decode_target(endless, asked, 16, sampling)
+    assert [t.tokens for t in targets[2:4]] == [
+        t.tokens for t in decode_target(endless, asked[2:4], 16, sampling, streams=[2, 3])
+    ]
+    other = decode_speculative(endless, learnt_draft, asked, 16, 8, dataclasses.replace(sampling, seed=8))
+    assert [t.tokens for t in together] != [t.tokens for t in other]
+    twins = decode_speculative(endless, learnt_draft, asked[:1] * 2, 16, 8, sampling)
+    assert twins[0].tokens != twins[1].tokens
+
+
+@pytest.mark.parametrize("mode", ["rejection", "greedy_draft"])
+def test_the_best_token_alone_is_greedy_decoding(endless, learnt_draft, mode):
+    for prompt in prompts(endless, 3):
+        (trace,) = decode_speculative(endless, learnt_draft, [prompt], 16, 8, Sampling(1.0, top_k=1, mode=mode))
+        greedy = speculate(endless, learnt_draft, prompt, 16, 8)
+        assert trace.tokens == greedy.tokens == generate(endless, prompt, 16)
+        assert rounds_of(trace) == rounds_of(greedy)
+
+
+def test_a_sampling_has_a_name_and_refuses_what_it_cannot_be():
+    assert Sampling().protocol == "greedy"
+    assert BENT.protocol == "rejection, temperature 0.7, top-k 5, top-p 0.9"
+    assert Sampling(1.0, mode="greedy_draft").protocol == "greedy_draft, temperature 1"
+    with pytest.raises(UserError, match="rejection or greedy_draft, got typical"):
+        Sampling(mode="typical")
+    for bad in ({"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}):
+        with pytest.raises(UserError, match="expected temperature >= 0"):
+            Sampling(**bad)
 
 
 # ---- what a round may cost
@@ -323,7 +627,7 @@ def test_a_round_runs_each_model_once_and_no_buffer_ever_moves(endless, monkeypa
 
     monkeypatch.setattr(endless, "forward", watched)
     monkeypatch.setattr(type(endless.ends.head), "logits", counted)
-    trace = decode_speculative(endless, Scripted(endless, text, 8, 0.3), prompt, 24)
+    trace = speculate(endless, Scripted(endless, text, 8, 0.3), prompt, 24)
     rounds = trace.rounds
     assert len(buffers) == 1
     assert len(forwards) == 1 + len(rounds) and forwards[0] == len(prompt) and set(forwards[1:-1]) == {8}
@@ -333,7 +637,7 @@ def test_a_round_runs_each_model_once_and_no_buffer_ever_moves(endless, monkeypa
 
 def test_rounds_account_for_the_decoding_time(endless):
     prompt = prompts(endless, 1)[0]
-    trace = decode_speculative(endless, random_draft(endless, 4), prompt, 16)
+    trace = speculate(endless, random_draft(endless, 4), prompt, 16)
     parts = sum(r.draft_seconds + r.verify_seconds + r.commit_seconds for r in trace.rounds)
     assert parts == pytest.approx(trace.seconds)
     assert all(min(r.draft_seconds, r.verify_seconds, r.commit_seconds) > 0 for r in trace.rounds)
@@ -345,14 +649,21 @@ def test_rounds_account_for_the_decoding_time(endless):
 @pytest.mark.parametrize("prompt, words", [([], "at least one token"), ([5, 300], r"ids below 300, got 5..300")])
 def test_prompts_that_cannot_be_decoded_are_refused(target, prompt, words):
     with pytest.raises(UserError, match=words):
-        decode_target(target, prompt, 4)
+        decode_target(target, [prompt], 4)
     with pytest.raises(UserError, match=words):
-        decode_speculative(target, random_draft(target, 4), prompt, 4)
+        speculate(target, random_draft(target, 4), prompt, 4)
+
+
+def test_a_prompt_longer_than_the_drafts_positions_is_refused(target):
+    draft = Draft(dataclasses.replace(spec(target, 4), max_position_embeddings=10)).eval()
+    assert len(speculate(target, draft, [65] * 6, 4).tokens) <= 4
+    with pytest.raises(UserError, match="prompt of 7 tokens .* 4: the draft has 10 positions"):
+        speculate(target, draft, [65] * 7, 4)
 
 
 def test_a_block_without_a_drafted_token_is_refused(target):
     with pytest.raises(UserError, match="at least 2 .* got 1"):
-        decode_speculative(target, random_draft(target, 4), [1, 2], 4, block_size=1)
+        speculate(target, random_draft(target, 4), [1, 2], 4, block_size=1)
 
 
 def test_a_divergence_says_where_and_how_sure_the_target_was(endless):
@@ -380,10 +691,10 @@ def test_an_output_that_ended_early_diverges_where_it_ended(endless):
 def test_the_packaged_target_decodes_as_generate_does_with_and_without_a_draft(packaged):
     for prompt in prompts(packaged, 1):
         expected = generate(packaged, prompt, 20)
-        assert decode_target(packaged, prompt, 20).tokens == expected
+        assert decode_target(packaged, [prompt], 20)[0].tokens == expected
         scripted = Scripted(packaged, prompt + expected, 8, 0.2)
-        assert decode_speculative(packaged, scripted, prompt, 20).tokens == expected
-        assert decode_speculative(packaged, random_draft(packaged, 8), prompt, 20).tokens == expected
+        assert speculate(packaged, scripted, prompt, 20).tokens == expected
+        assert speculate(packaged, random_draft(packaged, 8), prompt, 20).tokens == expected
 
 
 # ---- a reduced draft vocabulary
@@ -398,7 +709,19 @@ def test_a_draft_with_a_reduced_vocabulary_changes_no_token_and_guesses_among_it
     head, rows = draft.head(endless.ends.head), torch.randn(20, endless.hidden_size)
     assert set(head.greedy(rows).tolist()) <= set(draft.token_ids.tolist())
     for prompt in prompts(endless, 4):
-        trace = decode_speculative(endless, draft.eval(), prompt, LIMIT)
+        trace = speculate(endless, draft.eval(), prompt, LIMIT)
         assert trace.tokens == generate(endless, prompt, LIMIT)
         expected = oracle(endless, training_forward(endless, draft, 8), prompt, LIMIT, 8, endless.eos_token_ids)
         assert rounds_of(trace) == expected[1]
+
+
+def test_a_sampled_draft_with_a_reduced_vocabulary_gives_the_targets_distribution(endless, learnt_draft):
+    draft = Draft(dataclasses.replace(learnt_draft.spec, draft_vocab_size=40))
+    draft.load_state_dict(learnt_draft.state_dict(), strict=False)
+    draft.set_vocabulary(torch.arange(60, 100))
+    prompt, draws = prompts(endless, 1)[0], 2000
+    ours = decode_speculative(endless, draft.eval(), [prompt] * draws, 4, 3, FLAT)
+    theirs = decode_target(endless, [prompt] * draws, 4, Sampling(1.0, seed=1))
+    for place in range(1, 4):
+        counts = (np.bincount([t.tokens[place] for t in some], minlength=300) for some in (ours, theirs))
+        assert metrics.two_samples(*counts) > 0.001

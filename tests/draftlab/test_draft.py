@@ -499,6 +499,25 @@ def test_rows_of_a_batch_are_decoded_independently():
         torch.testing.assert_close(draft.propose(alone, embeds[n : n + 1, 0])[0], hidden[n], rtol=1e-5, atol=1e-5)
 
 
+def test_rows_of_unlike_length_are_decoded_as_each_alone():
+    draft = random_draft(block_size=4)
+    features, embeds, _ = inputs(3, 12, 1, 4)
+    together, lengths = draft.start(12, batch=3), [7, 3, 5]
+    draft.extend(together, features[:, :7])
+    together.rewind(lengths)
+    for growth in ([1, 3, 2], [3, 2, 1]):
+        hidden = draft.propose(together, embeds[:, 0])
+        for n in range(3):
+            alone = draft.start(12)
+            draft.extend(alone, features[n : n + 1, : lengths[n]])
+            expected = draft.propose(alone, embeds[n : n + 1, 0])[0]
+            torch.testing.assert_close(expected, hidden[n], rtol=1e-5, atol=1e-5)
+        new = torch.stack([features[n, lengths[n] : lengths[n] + 3] for n in range(3)])
+        draft.extend(together, new)  # what is too much in a row is forgotten again
+        lengths = [length + more for length, more in zip(lengths, growth)]
+        together.rewind(lengths)
+
+
 def test_a_draft_may_propose_smaller_blocks_than_it_was_trained_with():
     draft = random_draft(block_size=8)
     features, embeds, _ = inputs(1, 7, 1, 3)

@@ -144,6 +144,13 @@ def test_speedup_is_acceptance_length_times_target_time_over_round_time(seed):
     assert metrics.speedup(targets, drafts) == pytest.approx(predicted)
 
 
+def test_rows_per_call_is_the_mean_over_calls():
+    shared = [Round(3, 1, 2, 0.01, 0.03, 0.005, rows) for rows in (2, 2, 1)]
+    traces = [Trace(5, [], 0.0, 0.0, shared[:2]), Trace(5, [], 0.0, 0.0, shared[1:])]
+    assert metrics.rows_per_call(traces) == pytest.approx(4 / 2.5)  # calls: two of 2 rows (seen twice), one half seen
+    assert math.isnan(metrics.rows_per_call([trace()]))
+
+
 def test_the_typical_repeat_is_the_median_one():
     repeats = [trace(seconds=s) for s in (3.0, 1.0, 2.0, 9.0, 4.0)]
     assert metrics.typical(repeats).seconds == 3.0
@@ -243,3 +250,37 @@ def test_the_serving_walk_restarts_where_the_accepted_run_ended():
     assert metrics.serving_walk(np.array(committed)) == (3 + 2 + 1, 3)
     assert metrics.serving_walk(np.zeros(4, int)) == (0, 0)
     assert metrics.serving_walk(np.ones(6, int)) == (6, 6)
+
+
+# ---- tests of distributions
+
+
+@pytest.mark.parametrize("cells", [2, 6, 60])
+def test_chi_square_is_uniform_under_the_truth_and_equals_the_exact_tail(cells):
+    rng = np.random.default_rng(cells)
+    expected = 5000 * rng.dirichlet(np.full(cells, 5.0))
+    found = np.array([metrics.chi_square(rng.multinomial(5000, expected / 5000), expected) for _ in range(2000)])
+    assert abs((found < 0.05).mean() - 0.05) < 0.016
+    assert abs(found.mean() - 0.5) < 0.03
+    observed = rng.multinomial(5000, expected / 5000)
+    assert (expected >= 5).all()
+    statistic = torch.tensor(((observed - expected) ** 2 / expected).sum())
+    exact = torch.special.gammaincc(torch.tensor((cells - 1) / 2, dtype=torch.float64), statistic.double() / 2)
+    assert metrics.chi_square(observed, expected) == pytest.approx(exact.item(), rel=0.05)
+
+
+def test_two_samples_are_uniform_under_one_distribution_and_catch_two():
+    rng = np.random.default_rng(0)
+    p, q = rng.dirichlet(np.full(20, 2.0), size=2)
+    found = [metrics.two_samples(rng.multinomial(400, p), rng.multinomial(900, p)) for _ in range(2000)]
+    assert abs((np.array(found) < 0.05).mean() - 0.05) < 0.016
+    assert metrics.two_samples(rng.multinomial(400, p), rng.multinomial(900, q)) < 1e-6
+
+
+def test_rare_cells_count_as_one_and_the_impossible_is_caught():
+    expected = np.array([50.0, 40.0, 3.0, 4.0, 3.0, 0.0])
+    assert metrics.chi_square(np.array([48, 42, 0, 10, 0, 0]), expected) > 0.5
+    assert metrics.chi_square(np.array([48, 42, 0, 0, 0, 10]), expected) > 0.5, "a rare cell hides a small fault"
+    assert metrics.chi_square(np.array([50, 49, 1]), np.array([50.0, 50.0, 0.0])) == 0.0
+    assert math.isnan(metrics.chi_square(np.array([7]), np.array([7.0])))
+    assert math.isnan(metrics.two_samples(np.array([7, 0]), np.array([9, 0])))

@@ -14,6 +14,7 @@ from transformers import (
     Gemma3Config,
     Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3NextConfig,
@@ -50,6 +51,7 @@ ARCHITECTURES = {
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
     "gemma2": Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=20.0),
     "gemma3": Gemma3TextConfig(**SHAPE, **GEMMA),
+    "mistral": MistralConfig(**SHAPE, sliding_window=4),
 }
 
 
@@ -137,6 +139,26 @@ def test_forward_with_a_cache_equals_one_pass_without(target, cuts):
     torch.testing.assert_close(torch.cat([part[0] for part in parts], 1), last, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(torch.cat([part[1] for part in parts], 1), features, rtol=1e-4, atol=1e-4)
     assert cache.length == 12
+
+
+def test_rows_of_unlike_length_equal_rows_alone(target):
+    ids = ids_of(target, count=3, length=16)
+    features, last = target.tapped(ids, torch.tensor([16] * 3), (3, 1), last_hidden=True)
+    cache = KVCache(target.config, 3, 20, dtype=target.dtype, device=target.device)
+    target.forward(ids[:, :9], cache)
+    rows, lengths = [0, 1, 2], [9, 2, 6]
+    for growth in ([3, 4, 1], [1, 6, 5], [3, 2]):
+        cache.rewind(lengths)
+        count = max(growth) + 1  # what is too much in a row is forgotten again
+        new = torch.stack([torch.cat([ids[r], ids[0]])[n : n + count] for r, n in zip(rows, lengths)])
+        hidden, tapped = target.forward(new, cache, (3, 1))
+        for i, (r, n, more) in enumerate(zip(rows, lengths, growth)):
+            torch.testing.assert_close(hidden[i, :more], last[r, n : n + more], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(tapped[i, :more], features[r, n : n + more], rtol=1e-4, atol=1e-4)
+        lengths = [n + more for n, more in zip(lengths, growth)]
+        if len(rows) == 3 and lengths[0] == 13:  # the second row leaves, the last fills its place
+            rows, lengths = [0, 2], [lengths[0], lengths[2]]
+            cache.keep_rows(torch.tensor(rows))
 
 
 def test_forward_without_layers_gives_features_of_no_width(tiny):
