@@ -1,7 +1,8 @@
 """Anchors, block inputs, labels and visibility. Pure functions.
 
 Shapes: N sequences, S context tokens, A anchors per sequence, B block size.
-A block is [token at a, MASK x (B-1)] at positions a..a+B-1. Slot k (k >= 1) predicts the token at a+k.
+A block is [token at a, MASK x (B-1)] at positions a..a+B-1. Its first drafted slot, which predicts the token at a+1, is
+slot 1 in the layout `same` (slot k predicts the token at a+k) and slot 0 in `next` (the token at a+k+1).
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ DPACE_FLOOR = 0.5
 """s of D-PACE: what an impossible token counts as; as published."""
 
 
-def position_weights(block_size: int, gamma: float) -> Tensor:
-    """Weight of each slot of a block: 0 for the anchor, then exp(-(k-1)/gamma).
+def position_weights(block_size: int, gamma: float, first: int = 1) -> Tensor:
+    """Weight of each slot of a block: 0 before the first drafted slot, then exp(-(k-first)/gamma).
 
     Args:
         block_size: B, tokens in a block, the anchor included; at least 2.
         gamma: decay length, in tokens; larger weighs late slots more; inf is no decay.
+        first: the first drafted slot.
 
     Returns:
         (B,) float32, weight 1.0 at the first drafted slot.
@@ -37,8 +39,8 @@ def position_weights(block_size: int, gamma: float) -> Tensor:
     if not gamma > 0:
         raise ValueError(f"gamma must be above 0, got {gamma}")
     slots = torch.arange(block_size, dtype=torch.float32)
-    decay = torch.ones(block_size) if math.isinf(gamma) else torch.exp(-(slots - 1) / gamma)
-    return torch.where(slots == 0, 0.0, decay)
+    decay = torch.ones(block_size) if math.isinf(gamma) else torch.exp(-(slots - first) / gamma)
+    return torch.where(slots < first, 0.0, decay)
 
 
 def dynamic_weights(probabilities: Tensor, mask: Tensor) -> Tensor:
@@ -144,26 +146,28 @@ def block_tokens(ids: Tensor, anchors: Tensor, block_size: int, mask_token_id: i
 
 
 def block_labels(
-    ids: Tensor, supervised: Tensor, lengths: Tensor, anchors: Tensor, valid: Tensor, block_size: int
+    ids: Tensor, supervised: Tensor, lengths: Tensor, anchors: Tensor, valid: Tensor, block_size: int, first: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """What each slot should predict, and whether it counts (layout `same`: slot k predicts the token at a+k).
+    """What each slot should predict, and whether it counts.
 
-    A slot counts when its LABEL is a supervised token inside the sequence; slot 0 and padding anchors never do.
+    A slot counts when its LABEL is a supervised token inside the sequence; padding anchors never do, nor do slots
+    before the first drafted one.
 
     Args:
         ids, supervised: (N, S).
         lengths: (N,).
         anchors, valid: (N, A).
+        first: the first drafted slot.
 
     Returns:
         labels (N, A, B) int64 (0 where masked) and mask (N, A, B) bool.
     """
-    positions = block_positions(anchors, block_size)
+    positions = block_positions(anchors, block_size) + 1 - first
     inside = positions < lengths[:, None, None]
     flat = torch.where(inside, positions, 0).flatten(1)
     labels = ids.gather(1, flat).view_as(positions)
     mask = supervised.gather(1, flat).view_as(positions) & inside & valid[..., None]
-    mask[..., 0] = False
+    mask[..., :first] = False
     return torch.where(mask, labels, 0), mask
 
 

@@ -35,8 +35,14 @@ WEIGHTS, CONFIG, RUN, PROVENANCE = "model.safetensors", "config.json", "run.yaml
 INDEX = "model.safetensors.index.json"
 """Names the files of weights that are cut into several."""
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
-LABEL_LAYOUTS = ("same",)
-ARCHITECTURES = {formats.AUTHORS: "dflash", "QwenDFlareDraftModel": "dflare", "DFlashGatedDraftModel": "gated"}
+LABEL_LAYOUTS = ("same", "next")
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+ARCHITECTURES = {
+    formats.AUTHORS: "dflash",
+    "QwenDFlareDraftModel": "dflare",
+    "DFlashGatedDraftModel": "gated",
+    formats.DEEPSPEC: "dspark",
+}
 """Published class name -> variant; a gate is a probe that no server loads."""
 OPTIONS = {
     "mask_token_id": "draft.mask_token_id=ID",
@@ -73,6 +79,16 @@ def spec_to_json(spec: DraftSpec, dtype: str) -> dict[str, Any]:
     """config.json of a draft, in the published form."""
     rope = spec.rope_parameters
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    heads = {}
+    if spec.variant == "dspark":  # its authors' form has all of it at the top
+        heads = {
+            "mask_token_id": spec.mask_token_id,
+            "target_layer_ids": list(spec.target_layer_ids),
+            "markov_rank": spec.markov_rank,
+            "markov_head_type": spec.markov_head or "vanilla",
+            "enable_confidence_head": spec.confidence,
+            "confidence_head_with_markov": spec.markov_head is not None,
+        }
     reduced = {} if spec.draft_vocab_size is None else {"draft_vocab_size": spec.draft_vocab_size}
     return {
         "architectures": [name for name, variant in ARCHITECTURES.items() if variant == spec.variant],
@@ -101,6 +117,7 @@ def spec_to_json(spec: DraftSpec, dtype: str) -> dict[str, Any]:
         "max_position_embeddings": spec.max_position_embeddings,
         "vocab_size": spec.vocab_size,
         **reduced,
+        **heads,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "sliding_window": None,
@@ -158,9 +175,20 @@ def spec_from_json(
     kinds = told.get("layer_types", ["sliding_attention"] if told.get("use_sliding_window") else [])
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise UserError(f"{where}: layer_types must be full_attention in every layer, got {kinds!r}")
-    layout = {**data, **nested}.get("label_layout", "same")
+    variant = ARCHITECTURES[names[0]]
+    own = "next" if variant == "dspark" else "same"
+    layout = {**data, **nested}.get("label_layout", own)
     if layout not in LABEL_LAYOUTS:
         raise UserError(f"{where}: label_layout must be one of {', '.join(LABEL_LAYOUTS)}, got {layout!r}")
+    if layout != own:
+        raise UserError(f"{where}: label_layout of a {names[0]} must be {own}, got {layout}")
+    rank = whole("markov_rank", 0, least=0) if variant == "dspark" else 0
+    head, confidence = told.get("markov_head_type", "vanilla") if rank else None, False
+    if head not in (None, *MARKOV_HEADS):
+        raise UserError(f"{where}: markov_head_type must be one of {', '.join(MARKOV_HEADS)}, got {head!r}")
+    if variant == "dspark" and (confidence := bool(told.get("enable_confidence_head"))):
+        if bool(told.get("confidence_head_with_markov")) != bool(rank):
+            raise UserError(f"{where}: confidence_head_with_markov must be {bool(rank)} for markov_rank {rank}")
     layer_ids = need("target_layer_ids")
     if not isinstance(layer_ids, list) or any(type(i) is not int for i in layer_ids):
         raise UserError(f"{where}: target_layer_ids must be a list of layers, got {layer_ids!r}")
@@ -204,7 +232,10 @@ def spec_from_json(
         vocab_size=vocabulary,
         tie_word_embeddings=bool(told.get("tie_word_embeddings", False)),
         label_layout=layout,
-        variant=ARCHITECTURES[names[0]],
+        variant=variant,
+        markov_head=head,
+        markov_rank=rank,
+        confidence=confidence,
         draft_vocab_size=reduced,
     )
     try:

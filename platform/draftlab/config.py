@@ -90,9 +90,16 @@ class FeaturesConfig(Section):
 class DraftConfig(Section):
     """The draft's own freedom; widths, heads and rope come from the target."""
 
-    variant: Literal["dflash", "dflare", "gated"] = "dflash"
+    variant: Literal["dflash", "dflare", "gated", "dspark"] = "dflash"
     """`dflash`; `dflare` (each draft layer learns its own mix of the tapped layers, which it reads through projections
-    of its own); `gated` (one learned mix for all draft layers, which tells which tapped layers matter)."""
+    of its own); `gated` (one learned mix for all draft layers, which tells which tapped layers matter); `dspark` (the
+    label layout `next`: the anchor's slot drafts too, so B tokens are drafted)."""
+    markov_head: Literal["vanilla", "gated", "rnn"] | None = None
+    """dspark's correction of a slot's logits by the token before it; None has none."""
+    markov_rank: Annotated[int, Field(ge=1)] = 256
+    """Rank of that correction."""
+    confidence: bool = False
+    """dspark's head that says how likely each drafted token is to be accepted; trained by loss.confidence."""
     block_size: Annotated[int, Field(ge=2)] = 16
     """B: tokens in a block, the anchor included."""
     num_hidden_layers: Annotated[int, Field(ge=1)] = 3
@@ -145,6 +152,8 @@ class LossConfig(Section):
     """Added to gamma at each epoch (DFlare: 1, from 4.5)."""
     gamma_cap: Annotated[float, Field(gt=0, allow_inf_nan=True)] = math.inf
     """Largest gamma that the steps lead to."""
+    confidence: Weight = 0.0
+    """Binary cross-entropy of the confidence head against the acceptance, 1 - TV; needs features.last_hidden."""
     gate_entropy: Weight = 0.0
     """Weight of the entropy (nats) of the gated variant's mix: it has the gate choose among the tapped layers."""
     log_slots: bool = False
@@ -154,12 +163,13 @@ class LossConfig(Section):
 
     @property
     def distilled(self) -> dict[str, float]:
-        """Weights of the terms against the target's distribution that are switched on."""
-        return {name: weight for name in DISTILLED if (weight := getattr(self, name))}
+        """Weights of the terms against the target's distribution that are needed; the confidence needs tv."""
+        weights = {name: getattr(self, name) for name in DISTILLED}
+        return {name: weight for name, weight in weights.items() if weight or (name == "tv" and self.confidence)}
 
     @model_validator(mode="after")
     def _consistent(self) -> LossConfig:
-        if not (self.ce or self.distilled):
+        if not (self.ce or any(self.distilled.values())):
             raise ValueError(f"loss: expected a weight above 0 for one of ce, {', '.join(DISTILLED)}")
         if self.positions == "dpace" and (self.gamma, self.gamma_step, self.gamma_cap) != ("tied", 0, math.inf):
             raise ValueError("loss.positions=dpace: has no decay, but one of loss.gamma, gamma_step, gamma_cap is set")
@@ -276,8 +286,21 @@ class Run(Section):
         if self.gamma > self.loss.gamma_cap:
             raise ValueError(f"loss.gamma is {self.gamma:g} at first, above loss.gamma_cap={self.loss.gamma_cap:g}")
         if self.loss.distilled and not self.features.last_hidden:
-            terms = ", ".join(f"loss.{name}" for name in self.loss.distilled)
+            terms = ", ".join(f"loss.{name}" for name in (*DISTILLED, "confidence") if getattr(self.loss, name))
             raise ValueError(f"{terms}: needs the target's last hidden state, but features.last_hidden is false")
+        for name in ("markov_head", "confidence"):
+            if getattr(self.draft, name) and self.draft.variant != "dspark":
+                raise ValueError(
+                    f"draft.{name}={getattr(self.draft, name)}: needs draft.variant=dspark (label layout next), got "
+                    f"draft.variant={self.draft.variant} (label layout same)"
+                )
+        if self.draft.confidence != bool(self.loss.confidence):
+            raise ValueError(
+                f"draft.confidence={self.draft.confidence} and loss.confidence={self.loss.confidence:g}: "
+                "a confidence head is trained by its loss, expected both or neither"
+            )
+        if self.draft.markov_head and self.loss.positions == "dpace":
+            raise ValueError(f"loss.positions=dpace: has no draft.markov_head, got {self.draft.markov_head}")
         if self.loss.gate_entropy and self.draft.variant != "gated":
             raise ValueError(f"loss.gate_entropy: needs draft.variant=gated, got draft.variant={self.draft.variant}")
         return self

@@ -210,7 +210,8 @@ def decode_speculative(
 
     Args:
         prompts, max_new_tokens, streams: as in decode_target.
-        block_size: B, the anchor included; None is the size that the draft was trained with.
+        block_size: B, the anchor included; None is the size that the draft was trained with. B-1 tokens are drafted,
+            or B in the layout `next`.
 
     Raises:
         UserError: see check_prompt; a block size below 2.
@@ -226,6 +227,7 @@ def decode_speculative(
     traces = [row.trace for row in rows]
     longest = max(map(len, prompts)) + max_new_tokens + size
     cache, context = _cache(target, len(prompts), longest), draft.start(longest, len(prompts))
+    first = draft.spec.first_slot
     masks = torch.full((len(prompts), size - 1), draft.spec.mask_token_id, device=device)
 
     lap = _stopwatch(device)
@@ -235,11 +237,12 @@ def decode_speculative(
     rows, anchors = _commit(rows, anchors, anchors.tolist(), eos, cache, context)
     _share(lap(), traces, "prefill_seconds")
     while rows:
-        room = min(size, max(row.left for row in rows))  # no token past every limit is verified, or needs a position
-        draws = _draws(rows, 3, size)
+        room = min(size + 1 - first, max(row.left for row in rows))  # no token past every limit is verified, or needs a position
+        draws = _draws(rows, 3, size + 1 - first)
         stake = [min(row.left, room) - 1 for row in rows]
         hidden = draft.propose(context, embed(torch.cat([anchors, masks[: len(rows)]], dim=1)))
-        guesses, p = _guess(draft_head, hidden[:, 1:room], sampling, draws[:, 0], target.vocab_size)
+        slots = hidden[:, first : first + room - 1]
+        guesses, p = _guess(draft, draft_head, slots, anchors[:, 0], sampling, draws[:, 0], target.vocab_size)
         draft_seconds = lap()
 
         hidden, features = target.forward(torch.cat([anchors, guesses], dim=1), cache, taps)
@@ -339,16 +342,33 @@ def _choose(head: Head, hidden: Tensor, sampling: Sampling, draws: Tensor) -> Te
 
 
 def _guess(
-    head: Head, hidden: Tensor, sampling: Sampling, draws: Tensor, vocab_size: int
+    draft: Draft, head: Head, hidden: Tensor, anchors: Tensor, sampling: Sampling, draws: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor | None]:
     """The draft's tokens (N, n) from its hidden states (N, n, D), and, where sampled, its distributions (N, n, V)."""
-    shape, hidden = hidden.shape[:2], hidden.flatten(0, 1)
+    shape = hidden.shape[:2]
+    if draft.spec.markov_head is None or not shape[1]:
+        logits = head.logits(hidden.flatten(0, 1).contiguous())
+        guesses, p = _pick(head, logits, sampling, draws[:, : shape[1]].flatten(), vocab_size)
+        return guesses.unflatten(0, shape), None if p is None else p.unflatten(0, shape)
+    found, token, state = [], anchors, None
+    for k in range(shape[1]):
+        latent, state = draft.markov_head.step(hidden[:, k], token, state)
+        found.append(_pick(head, draft.logits(head, hidden[:, k], latent), sampling, draws[:, k], vocab_size))
+        token = found[-1][0]
+    guesses, p = zip(*found)
+    return torch.stack(guesses, dim=1), None if p[0] is None else torch.stack(p, dim=1)
+
+
+def _pick(
+    head: Head, logits: Tensor, sampling: Sampling, draws: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor | None]:
+    """A drafted token of each row of logits (R, V'), and, where sampled, the distributions (R, V)."""
     if not sampling.temperature or sampling.mode == "greedy_draft":
-        return head.greedy(hidden).unflatten(0, shape), None
-    p = warp(head.logits(hidden.contiguous()), sampling)
+        return head.best(logits), None
+    p = warp(logits, sampling)
     if head.token_ids is not None:  # a reduced vocabulary: the other tokens have probability 0
         p = p.new_zeros(len(p), vocab_size).index_copy_(1, head.token_ids, p)
-    return draw(p, draws[:, : shape[1]].flatten()).unflatten(0, shape), p.unflatten(0, shape)
+    return draw(p, draws), p
 
 
 def _verify(

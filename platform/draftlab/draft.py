@@ -47,8 +47,21 @@ class DraftSpec:
     tie_word_embeddings: bool
     label_layout: str = "same"
     variant: str = "dflash"
+    markov_head: str | None = None
+    markov_rank: int = 0
+    confidence: bool = False
     draft_vocab_size: int | None = None
     """V': tokens that the draft can guess; None is all."""
+
+    @property
+    def first_slot(self) -> int:
+        """The slot that drafts the token after the anchor."""
+        return 0 if self.label_layout == "next" else 1
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens that a block drafts: B-1, or B in the layout `next`."""
+        return self.block_size - self.first_slot
 
 
 def uniform_layer_ids(count: int, num_layers: int) -> tuple[int, ...]:
@@ -114,7 +127,11 @@ def adapt(target_config: Any, draft: DraftConfig, mask_token_id: int) -> DraftSp
         max_position_embeddings=target_config.max_position_embeddings,
         vocab_size=target_config.vocab_size,
         tie_word_embeddings=bool(target_config.tie_word_embeddings),
+        label_layout="next" if draft.variant == "dspark" else "same",
         variant=draft.variant,
+        markov_head=draft.markov_head,
+        markov_rank=draft.markov_rank if draft.markov_head else 0,
+        confidence=draft.confidence,
         draft_vocab_size=draft.vocab,
     )
 
@@ -234,6 +251,62 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class MarkovHead(nn.Module):
+    """Corrects a slot's logits by the token before it: markov_w2 of a latent vector of rank r.
+
+    `vanilla`: the token's own vector; `gated`: that, gated by the slot's state; `rnn`: of a state along the block.
+
+    Source: the DSpark paper, eq. 5 and 6; tensor names as in its authors' code.
+    """
+
+    def __init__(self, spec: DraftSpec) -> None:
+        super().__init__()
+        rank, self.kind = spec.markov_rank, spec.markov_head
+        self.markov_w1 = nn.Embedding(spec.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, spec.draft_vocab_size or spec.vocab_size, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(spec.hidden_size + rank, rank)
+        if self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + spec.hidden_size, 3 * rank)
+
+    def step(self, hidden: Tensor, previous: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """One slot: (..., D) states, (...) tokens before it, (..., r) state or None -> latent (..., r) and state."""
+        vector = self.markov_w1(previous)
+        if self.kind == "vanilla":
+            return vector, None
+        if self.kind == "gated":
+            return self.gate_proj(torch.cat([hidden, vector.to(hidden.dtype)], dim=-1)).sigmoid() * vector, None
+        state = torch.zeros_like(vector) if state is None else state
+        joint = self.joint_proj(torch.cat([state.to(hidden.dtype), vector.to(hidden.dtype), hidden], dim=-1))
+        gate, candidate, output = joint.chunk(3, dim=-1)
+        gate = gate.sigmoid()
+        return output.tanh(), gate * state + (1 - gate) * candidate.tanh()
+
+    def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Whole blocks: (..., B, D) and (..., B) -> (..., B, r)."""
+        latents, state = [], None
+        for k in range(hidden.shape[-2]):
+            latent, state = self.step(hidden[..., k, :], previous[..., k], state)
+            latents.append(latent)
+        return torch.stack(latents, dim=-2)
+
+
+class ConfidenceHead(nn.Module):
+    """How likely a drafted token is to be accepted, given that those before it are; as a logit.
+
+    Source: the DSpark paper, eq. 7; tensor names as in its authors' code.
+    """
+
+    def __init__(self, spec: DraftSpec) -> None:
+        super().__init__()
+        self.proj = nn.Linear(spec.hidden_size + spec.markov_rank, 1)
+
+    def forward(self, hidden: Tensor, vector: Tensor | None) -> Tensor:
+        """(..., D) states and, with a Markov head, (..., r) vectors of the tokens before them -> (...)."""
+        inputs = hidden if vector is None else torch.cat([hidden, vector.to(hidden.dtype)], dim=-1)
+        return self.proj(inputs)[..., 0]
+
+
 class Draft(nn.Module):
     """A draft. Embedding and head belong to the target and are not part of it.
 
@@ -243,6 +316,7 @@ class Draft(nn.Module):
     - `dflare`: a mix of its own, learned, through projections of its own.
     - `gated`: one mix for all layers, of tapped layers brought to the same size, so that its weights say which of
       them matter: a probe for choosing the layers.
+    - `dspark`: reads as dflash does; its first slot drafts too, and it may have the heads above.
 
     Sources: arXiv:2602.06036, section 3 (dflash) and arXiv:2606.02091 (dflare); tensor names as in the authors'
     checkpoints.
@@ -253,7 +327,7 @@ class Draft(nn.Module):
         self.spec = spec
         self.attention = attention
         taps = len(spec.target_layer_ids)
-        if spec.variant == "dflash":
+        if self._projects:
             self.fc = nn.Linear(taps * spec.target_hidden_size, spec.hidden_size, bias=False)
         else:
             rows = spec.num_hidden_layers if spec.variant == "dflare" else 1
@@ -261,6 +335,10 @@ class Draft(nn.Module):
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_hidden_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        if spec.markov_head is not None:
+            self.markov_head = MarkovHead(spec)
+        if spec.confidence:
+            self.confidence_head = ConfidenceHead(spec)
         if spec.draft_vocab_size is not None:  # as EAGLE-3's checkpoints hold them: id - row, and membership
             self.register_buffer("d2t", torch.zeros(spec.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(spec.vocab_size, dtype=torch.bool))
@@ -280,9 +358,24 @@ class Draft(nn.Module):
         """The part of the target's head that the draft uses: all of it, or the rows of its vocabulary."""
         return head if self.spec.draft_vocab_size is None else head.only(self.token_ids)
 
+    @property
+    def _projects(self) -> bool:
+        return self.spec.variant in ("dflash", "dspark")
+
+    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Logit of the acceptance of each slot's token: (..., D) states and (...) tokens before them -> (...)."""
+        return self.confidence_head(hidden, self.markov_head.markov_w1(previous) if self.spec.markov_head else None)
+
+    def logits(self, head: Head, hidden: Tensor, latent: Tensor | None = None) -> Tensor:
+        """(R, V') of rows of final-normed states (R, D), corrected by a Markov head's latents (R, r) where given."""
+        if latent is None:
+            return head.logits(hidden.contiguous())
+        weight = self.markov_head.markov_w2.weight.to(head.weight.dtype)
+        return head.logits(hidden.contiguous(), latent.to(weight.dtype) @ weight.T)
+
     def layer_mix(self) -> Tensor | None:
-        """(L, T), or (1, T) of a gate: the share of each tapped layer in what a layer reads; None for dflash."""
-        return None if self.spec.variant == "dflash" else self.layer_fusion_weights.float().softmax(-1)
+        """(L, T), or (1, T) of a gate: the share of each tapped layer in what a layer reads; None where fc mixes."""
+        return None if self._projects else self.layer_fusion_weights.float().softmax(-1)
 
     def mix_entropy(self) -> Tensor:
         """Entropy of the layer mix in nats, averaged over its rows: log T where all weigh alike, 0 for a choice."""
@@ -296,7 +389,7 @@ class Draft(nn.Module):
     def contexts(self, features: Tensor) -> list[Tensor]:
         """What each of the L layers reads of the target: (N, S, T*D_target) -> (N, S, D) each."""
         count = self.spec.num_hidden_layers
-        if self.spec.variant == "dflash":
+        if self._projects:
             return [self.hidden_norm(self.fc(features))] * count
         states = features.unflatten(-1, (len(self.spec.target_layer_ids), -1))
         if self.spec.variant == "gated":  # the residual stream grows with depth; a share should not make up for that

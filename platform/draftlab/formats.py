@@ -6,7 +6,7 @@ The authors' form, which SpecForge, SGLang and vLLM share, is the one that `chec
 - speculators: the layers' Qwen3 config apart, layer ids + 1, no depth of the target
   (vllm-project/speculators, src/speculators/models/dflash/config.py and core.py, convert/dflash/converter.py;
   vllm/transformers_utils/configs/speculators/algos.py reads it the same way).
-- DeepSpec: its DFlash is a DSpark without the Markov and confidence heads, keys at the top, labels in layout `next`
+- DeepSpec: keys at the top, labels in layout `next`; its DFlash is a DSpark without the Markov and confidence heads
   (deepseek-ai/DeepSpec, deepspec/modeling/dspark/qwen3/config.py and modeling.py).
 """
 
@@ -32,7 +32,7 @@ def to_authors(data: dict[str, Any], where: str) -> tuple[dict[str, Any], tuple[
     """A config in any of the forms: (the same in the authors' form, tensors that its weights may hold besides).
 
     Raises:
-        UserError: a draft of another kind, or a DSpark with heads.
+        UserError: a draft of another kind.
     """
     if "speculators_model_type" in data:
         return _from_speculators(data, where)
@@ -40,10 +40,7 @@ def to_authors(data: dict[str, Any], where: str) -> tuple[dict[str, Any], tuple[
     if architectures == [ANGELSLIM]:
         return {**data, "architectures": [AUTHORS]}, ()
     if architectures == [DEEPSPEC]:
-        for head in ("markov_rank", "enable_confidence_head"):
-            if data.get(head):
-                raise UserError(f"{where}: {head} must be 0 (a DFlash draft), got {data[head]}")
-        return {"label_layout": "next", **data, "architectures": [AUTHORS]}, LENT
+        return {"label_layout": "next", **data}, LENT
     return data, ()
 
 
@@ -58,7 +55,7 @@ def _from_speculators(data: dict[str, Any], where: str) -> tuple[dict[str, Any],
     whole = isinstance(ids, list) and all(type(i) is int for i in ids)
     told["target_layer_ids"] = [i - 1 for i in ids] if whole else ids
     if data.get("sample_from_anchor") or data.get("shift_label"):
-        told["label_layout"] = "next"
+        told |= {"label_layout": "next", "architectures": [DEEPSPEC]}
     if told.get("draft_vocab_size") == told.get("vocab_size"):
         return {**told, "draft_vocab_size": None}, (*LENT, "d2t", "t2d")
     return told, LENT

@@ -82,7 +82,7 @@ def copy_target_layers(draft: Draft, target: Target, sample: Tensor) -> None:
         for name in ("gate_proj", "up_proj", "down_proj"):
             _copy(getattr(ours.mlp, name).weight, getattr(theirs.mlp, name).weight)
     _copy(draft.norm.weight, _norm_weight(decoder.norm))
-    if spec.variant == "dflash":
+    if hasattr(draft, "fc"):
         width, deepest = spec.target_hidden_size, spec.target_layer_ids.index(max(spec.target_layer_ids))
         draft.fc.weight.zero_()
         draft.fc.weight[:, deepest * width : (deepest + 1) * width].copy_(torch.eye(spec.hidden_size, width))

@@ -93,36 +93,43 @@ class _ThroughHead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, labels, weights, head, config, teacher, softcap, reweigh):  # noqa: D102
+    def forward(ctx, hidden, latent, markov, labels, weights, head, config, teacher, softcap, reweigh):  # noqa: D102
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         weights, distilled = weights.to(dtype), config.distilled
         mix = torch.tensor([config.ce, *distilled.values()], dtype=dtype, device=hidden.device)[:, None]
         total = hidden.new_zeros((), dtype=dtype)
         terms = hidden.new_empty((len(hidden), len(mix)), dtype=dtype)
         gradient = torch.empty_like(hidden)
+        if latent is not None:
+            to_latent, to_markov = torch.empty_like(latent), torch.zeros_like(markov, dtype=dtype)
         for start in range(0, len(hidden), config.chunk_rows):
             rows = slice(start, start + config.chunk_rows)
             logits = hidden[rows] @ head.T
+            if latent is not None:
+                logits += latent[rows] @ markov.T
             answers = (teacher[rows] @ head.T).split(SOFTMAX_ROWS) if distilled else repeat(None)
             pieces = (x.split(SOFTMAX_ROWS) for x in (logits, labels[rows, None], weights[rows, None], terms[rows]))
             for *piece, values, answer in zip(*pieces, answers):
                 values.copy_(_differentiate(*piece, answer, config, softcap))
                 total += (piece[-1] * (values @ mix)).sum()
             gradient[rows] = logits @ head
+            if latent is not None:
+                to_latent[rows] = logits @ markov
+                to_markov += logits.T @ latent[rows]
         if reweigh is not None:
             factors = reweigh(terms[:, 0])
             weights = weights * factors
             gradient.mul_(factors[:, None])
             total = (weights[:, None] * (terms @ mix)).sum()
-        terms.mul_(weights[:, None])
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(terms)
-        return total, terms
+        gradients = (gradient,) if latent is None else (gradient, to_latent, to_markov.to(markov.dtype))
+        ctx.save_for_backward(*gradients)
+        ctx.mark_non_differentiable(terms, weights)
+        return total, terms, weights
 
     @staticmethod
-    def backward(ctx, upstream, _):  # noqa: D102
-        (gradient,) = ctx.saved_tensors
-        return gradient * upstream.to(gradient.dtype), *repeat(None, 7)
+    def backward(ctx, upstream, *_):  # noqa: D102
+        gradients = [gradient * upstream.to(gradient.dtype) for gradient in ctx.saved_tensors]
+        return *gradients, *repeat(None, 10 - len(gradients))
 
 
 def _differentiate(
@@ -159,7 +166,8 @@ def _differentiate(
 def through_head(
     hidden: Tensor, labels: Tensor, weights: Tensor, head: Tensor, config: LossConfig, *, teacher: Tensor | None = None,
     softcap: float | None = None, reweigh: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    latent: Tensor | None = None, markov: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The weighted sum of a mix of terms for hidden states, through a frozen head.
 
     Probabilities, terms and sums are float32 (float64 for float64 states), from logits of the head's own precision,
@@ -175,13 +183,14 @@ def through_head(
             terms; its distribution is taken over the same head.
         softcap: the target's logit soft cap, if it has one.
         reweigh: cross-entropies (R,) -> factors (R,) of the weights, constants to the gradient (see
-            blocks.dynamic_weights).
+            blocks.dynamic_weights). Not together with a correction.
+        latent, markov: (R, r) and (V, r), a correction of the logits: latent @ markov.T is added. Both get gradients.
 
     Returns:
-        The numerator, a scalar: sum over rows of w * (sum of the mix). And, without gradient, each row's w * term
-        (R, 1 + distilled), cross-entropy first.
+        The numerator, a scalar: sum over rows of w * (sum of the mix). And, without gradient, each row's terms
+        (R, 1 + distilled), cross-entropy first, and weight w (R,).
     """
-    return _ThroughHead.apply(hidden, labels, weights, head, config, teacher, softcap, reweigh)
+    return _ThroughHead.apply(hidden, latent, markov, labels, weights, head, config, teacher, softcap, reweigh)
 
 
 def check_vocabulary(config: LossConfig, vocab_size: int) -> None:

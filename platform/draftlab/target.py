@@ -74,8 +74,8 @@ class Head:
     softcap: float | None = None
     token_ids: Tensor | None = None
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of rows of final-normed hidden states: (R, D) -> (R, V).
+    def logits(self, hidden: Tensor, correction: Tensor | None = None) -> Tensor:
+        """Logits of rows of final-normed hidden states: (R, D) -> (R, V); a correction (R, V) is added before the cap.
 
         Raises:
             ValueError: not 2-D. Batched shapes take a much slower matmul on some devices, so callers flatten.
@@ -83,14 +83,20 @@ class Head:
         if hidden.ndim != 2:
             raise ValueError(f"expected rows of shape (R, D), got {tuple(hidden.shape)}")
         logits = hidden @ self.weight.T
+        if correction is not None:
+            logits = logits + correction
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def greedy(self, hidden: Tensor) -> Tensor:
-        """The most likely token of each row: (R, D) -> (R,) ids.
+        """The most likely token of each row: (R, D) -> (R,) ids."""
+        return self.best(self.logits(hidden.contiguous()))
+
+    def best(self, logits: Tensor) -> Tensor:
+        """The most likely token of each row of logits: (R, V) -> (R,) ids.
 
         In float32 as in `generate`; on the CPU argmax is 4 times faster there than in bfloat16, conversion included.
         """
-        rows = self.logits(hidden.contiguous()).float().argmax(-1)
+        rows = logits.float().argmax(-1)
         return rows if self.token_ids is None else self.token_ids[rows]
 
     def only(self, token_ids: Tensor) -> Head:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import repeat
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -161,9 +163,13 @@ class Blocks:
     """One micro-batch, ready for the draft."""
 
     batch: Batch
+    first: int
+    """The first drafted slot."""
     anchors: Tensor
     tokens: Tensor
     labels: Tensor
+    previous: Tensor
+    """(N, A, B) int64: the token before each label."""
     weights: Tensor
     """(N, A, B) float32: the slot's position weight where it counts, else 0."""
 
@@ -171,12 +177,16 @@ class Blocks:
 def make_blocks(batch: Batch, anchors: Tensor, valid: Tensor, spec: DraftSpec, position_weights: Tensor) -> Blocks:
     """Inputs, labels and weights of a batch's blocks; position_weights is (B,), or (N, 1, B) for each row its own."""
     size = spec.block_size
-    labels, mask = blocks.block_labels(batch.ids, batch.supervised, batch.lengths, anchors, valid, size)
+    before = (blocks.block_positions(anchors, size) - spec.first_slot).clamp(0, batch.ids.shape[1] - 1)
+    texts = batch.ids, batch.supervised, batch.lengths
+    labels, mask = blocks.block_labels(*texts, anchors, valid, size, spec.first_slot)
     return Blocks(
         batch=batch,
+        first=spec.first_slot,
         anchors=anchors,
         tokens=blocks.block_tokens(batch.ids, anchors, size, spec.mask_token_id),
         labels=labels,
+        previous=batch.ids.gather(1, before.flatten(1)).view_as(labels),
         weights=mask * position_weights.to(mask.device),
     )
 
@@ -282,7 +292,8 @@ class _Loop:
             candidates = blocks.anchor_candidates(batch.supervised, batch.lengths)
             seeds = [(self.run.seed, epoch, row) for epoch, row in part]
             anchors, valid = blocks.sample_anchors(candidates, config.anchors, seeds)
-            decay = [blocks.position_weights(self.draft.spec.block_size, self.run.gamma_at(epoch)) for epoch, _ in part]
+            size, first = self.draft.spec.block_size, self.draft.spec.first_slot
+            decay = [blocks.position_weights(size, self.run.gamma_at(epoch), first) for epoch, _ in part]
             part = make_blocks(batch, anchors, valid, self.draft.spec, torch.stack(decay)[:, None])
             part.weights *= self.head.rows(part.labels)[1]  # a token that the draft can't guess teaches nothing
             yield part
@@ -346,26 +357,42 @@ class _Loop:
         hidden = self._hidden(self.model, part)
         counts = part.weights > 0
         row, position, slot = _labels(part)
-        head, config, batch = self.head, self.run.loss, part.batch
+        head, config, batch, dtype = self.head, self.run.loss, part.batch, self.head.weight.dtype
 
         def dynamic(cross_entropy: Tensor) -> Tensor:
             probabilities = torch.zeros_like(part.weights)
             probabilities[counts] = (-cross_entropy).exp()
             return blocks.dynamic_weights(probabilities, counts)[counts]
 
-        numerator, terms = through_head(
-            hidden[counts].to(head.weight.dtype), head.rows(part.labels[counts])[0], part.weights[counts], head.weight,
-            config,
-            teacher=batch.last_hidden[row, position - 1].to(head.weight.dtype) if config.distilled else None,
-            softcap=head.softcap, reweigh=dynamic if config.positions == "dpace" else None,
+        options = {"softcap": head.softcap, "reweigh": dynamic if config.positions == "dpace" else None}
+        if config.distilled:
+            options["teacher"] = batch.last_hidden[row, position - 1].to(dtype)
+        if self.draft.spec.markov_head is not None:
+            options["latent"] = self._latents(hidden, part)[counts].to(dtype)
+            options["markov"] = self.draft.markov_head.markov_w2.weight.to(dtype)
+        labels, _ = head.rows(part.labels[counts])
+        numerator, terms, weights = through_head(
+            hidden[counts].to(dtype), labels, part.weights[counts], head.weight, config, **options
         )
-        sums = torch.cat([part.weights[counts][:, None], terms], dim=1).double()
+        if config.confidence:
+            with self._autocast():
+                scores = self.draft.confidence(hidden, part.previous)[counts].float()
+            acceptance = 1 - terms[:, self._terms.index("tv")]
+            misjudged = F.binary_cross_entropy_with_logits(scores, acceptance, reduction="none")
+            numerator = numerator + config.confidence * (weights * misjudged).sum()
+            terms = torch.cat([terms, misjudged.detach()[:, None]], dim=1)
+        sums = torch.cat([part.weights[counts][:, None], weights[:, None] * terms], dim=1).double()
         return numerator, sums.new_zeros(part.labels.shape[-1], sums.shape[1]).index_add_(0, slot, sums).cpu()
+
+    @property
+    def _terms(self) -> list[str]:
+        """Names of the loss's terms, in the order of their sums."""
+        return ["ce", *self.run.loss.distilled, *(["confidence"] if self.run.loss.confidence else [])]
 
     def _by_term(self, sums: np.ndarray, weight: float) -> dict[str, float]:
         """Each term of the loss by itself where there are several, and by slot on request."""
         config = self.run.loss
-        names = ["ce", *config.distilled]
+        names = self._terms
         weights, terms = sums[:, 0], sums[:, 1:]
         result = {}
         if config.distilled and weight:
@@ -376,9 +403,18 @@ class _Loop:
                 result |= {f"loss_{name}_slot_{k}": mean for name, mean in zip(names, means)}
         return result
 
+    def _autocast(self) -> torch.autocast:
+        dtype = getattr(torch, self.run.train.dtype)
+        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+
+    def _latents(self, hidden: Tensor, part: Blocks) -> Tensor:
+        """(N, A, B, r) the Markov head's latents, each slot after the data's own tokens."""
+        with self._autocast():
+            return self.draft.markov_head(hidden, part.previous)
+
     def _hidden(self, model: torch.nn.Module, part: Blocks) -> Tensor:
         dtype = getattr(torch, self.run.train.dtype)
-        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+        with self._autocast():
             return model(part.batch.features.to(dtype), self.ends.embedding(part.tokens).to(dtype), part.anchors)
 
     @torch.no_grad()
@@ -386,15 +422,15 @@ class _Loop:
         """Held-out acceptance without decoding, over deterministic anchors; every worker scores its share."""
         config, spec = self.run.eval, self.draft.spec
         rows = self.prepared.heldout_rows[: config.offline_conversations][self.rank :: self.world_size]
-        everywhere = blocks.position_weights(spec.block_size, math.inf)
-        totals = np.zeros((2, spec.block_size))  # committed tokens and rounds, then passed and reached by slot
+        everywhere = blocks.position_weights(spec.block_size, math.inf, spec.first_slot)
+        totals = np.zeros((2, spec.drafted_tokens + 1))  # committed tokens and rounds, then passed and reached by slot
         for start in range(0, len(rows), 8):
             batch = self.data.batch(rows[start : start + 8]).to(self.device)
             candidates = blocks.anchor_candidates(batch.supervised, batch.lengths)
             anchors, valid = blocks.spread_anchors(candidates, config.offline_anchors)
             part = make_blocks(batch, anchors, valid, spec, everywhere)
             correct = self._leading_correct(self._hidden(self.draft, part), part)
-            valid = part.weights[..., 1:].cpu().numpy() > 0
+            valid = part.weights[..., spec.first_slot :].cpu().numpy() > 0
             totals[:, 0] += metrics.offline_acceptance(correct, valid)
             totals[:, 1:] += metrics.offline_slot_counts(correct, valid)
         (tokens, *passed), (rounds, *reached) = np.reshape(self._sum(totals.ravel().tolist()), totals.shape)
@@ -403,20 +439,25 @@ class _Loop:
         return result | {f"heldout_survival_{k}": float(p) for k, p in enumerate(survival, 1) if np.isfinite(p)}
 
     def _leading_correct(self, hidden: Tensor, part: Blocks) -> np.ndarray:
-        """(N, A, B-1) bool: is the drafted token the data's? The head is only asked where all earlier slots were."""
+        """(N, A, drafted tokens) bool: is the token the data's? The head is only asked where all earlier ones were.
+
+        So a Markov head that reads the data's tokens reads its own draft's.
+        """
         correct = torch.zeros(part.labels.shape, dtype=torch.bool, device=hidden.device)
-        alive = part.weights[..., 1] > 0
-        head = self.head
-        for slot in range(1, part.labels.shape[-1]):
+        alive = part.weights[..., part.first] > 0
+        head, chunk = self.head, self.run.loss.chunk_rows
+        latents = None if self.draft.spec.markov_head is None else self._latents(hidden, part)
+        for slot in range(part.first, part.labels.shape[-1]):
             alive = alive & (part.weights[..., slot] > 0)
-            rows = hidden[:, :, slot][alive].to(head.weight.dtype)
-            if not len(rows):
+            rows = hidden[:, :, slot][alive].to(head.weight.dtype).split(chunk)
+            if not alive.any():
                 break
-            guess = torch.cat([head.greedy(chunk) for chunk in rows.split(self.run.loss.chunk_rows)])
+            corrections = repeat(None) if latents is None else latents[:, :, slot][alive].split(chunk)
+            guess = torch.cat([head.best(self.draft.logits(head, *pair)) for pair in zip(rows, corrections)])
             right = torch.zeros_like(alive)
             right[alive] = guess == part.labels[:, :, slot][alive]
             correct[..., slot] = alive = right
-        return correct[..., 1:].cpu().numpy()
+        return correct[..., part.first :].cpu().numpy()
 
     def _save(self) -> Path | None:
         if not self.main:
@@ -463,4 +504,4 @@ def _coverage(part: Blocks) -> tuple[int, int]:
 def _labels(part: Blocks) -> tuple[Tensor, Tensor, Tensor]:
     """Row, position and slot of every label that counts, each (R,), in the order of `x[part.weights > 0]`."""
     row, anchor, slot = (part.weights > 0).nonzero(as_tuple=True)
-    return row, part.anchors[row, anchor] + slot, slot
+    return row, part.anchors[row, anchor] + slot + 1 - part.first, slot

@@ -144,15 +144,16 @@ def test_evaluation_anchors_are_spread_and_always_the_same(count):
     assert not valid[1].any()  # no candidate, no anchor
 
 
+@pytest.mark.parametrize("first", [1, 0], ids=["same", "next"])
 @pytest.mark.parametrize("block_size", [2, 3, 8])
 @pytest.mark.parametrize("seed", range(3))
-def test_inputs_and_labels_equal_a_loop_over_slots(block_size, seed):
+def test_inputs_and_labels_equal_a_loop_over_slots(first, block_size, seed):
     ids, supervised, lengths = corpus(seed)
     candidates = blocks.anchor_candidates(supervised, lengths)
     anchors, valid = blocks.sample_anchors(candidates, 6, [(seed, n) for n in range(5)])
     tokens = blocks.block_tokens(ids, anchors, block_size, mask_token_id=99)
     positions = blocks.block_positions(anchors, block_size)
-    labels, mask = blocks.block_labels(ids, supervised, lengths, anchors, valid, block_size)
+    labels, mask = blocks.block_labels(ids, supervised, lengths, anchors, valid, block_size, first)
     assert labels.dtype == torch.int64 and mask.dtype == torch.bool
     counted = 0
     for n in range(5):
@@ -161,11 +162,12 @@ def test_inputs_and_labels_equal_a_loop_over_slots(block_size, seed):
             for k in range(block_size):
                 assert positions[n, j, k] == a + k
                 assert tokens[n, j, k] == (ids[n, a] if k == 0 else 99)
-                counts = bool(valid[n, j]) and k > 0 and a + k < lengths[n] and bool(supervised[n, a + k])
+                at = a + k + 1 - first
+                counts = bool(valid[n, j]) and k >= first and at < lengths[n] and bool(supervised[n, at])
                 assert bool(mask[n, j, k]) == counts
-                assert labels[n, j, k] == (ids[n, a + k] if counts else 0)
+                assert labels[n, j, k] == (ids[n, at] if counts else 0)
                 counted += counts
-            assert not valid[n, j] or mask[n, j, 1]  # an anchor's first drafted slot always counts
+            assert not valid[n, j] or mask[n, j, first]  # an anchor's first drafted slot always counts
     assert counted == mask.sum() > 0
 
 
@@ -204,6 +206,11 @@ def test_visibility_equals_a_loop_over_queries_and_keys(block_size):
 def test_visibility_with_no_context_is_the_blocks_own():
     seen = blocks.visible(torch.tensor([[0, 0]]), 0, 2)
     assert seen.int().tolist() == [[[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]]
+
+
+def test_in_the_layout_next_the_decay_begins_at_the_anchors_slot():
+    assert blocks.position_weights(7, 4.0, first=0).tolist() == pytest.approx([math.exp(-k / 4) for k in range(7)])
+    assert blocks.position_weights(7, math.inf, first=0).tolist() == [1.0] * 7
 
 
 def test_dynamic_weights_equal_a_loop_over_slots():

@@ -116,6 +116,39 @@ def test_config_json_has_exactly_the_keys_of_the_contract(saved):
     assert data["dtype"] == "float32"
 
 
+@pytest.mark.parametrize("markov_head, confidence", [(None, False), ("vanilla", True), ("gated", False), ("rnn", True)])
+def test_a_dspark_draft_is_written_in_its_authors_form_and_comes_back(tmp_path, markov_head, confidence):
+    heads = {"markov_head": markov_head, "markov_rank": 4, "confidence": confidence}
+    draft = little_draft(variant="dspark", **heads)
+    checkpoint.save(tmp_path, draft, RUN, TARGET)
+    data = json.loads((tmp_path / "config.json").read_text())
+    assert data["architectures"] == ["Qwen3DSparkModel"] and data["dflash_config"]["label_layout"] == "next"
+    assert (data["mask_token_id"], data["target_layer_ids"]) == (3, [0, 2])
+    assert data["markov_rank"] == (4 if markov_head else 0) and data["enable_confidence_head"] == confidence
+    loaded, _ = checkpoint.load(tmp_path)
+    assert loaded.spec == draft.spec and loaded.spec.markov_head == markov_head
+    assert all(weight.equal(loaded.state_dict()[name]) for name, weight in draft.state_dict().items())
+    names = {name for name in draft.state_dict() if "head" in name}
+    expected = {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"} if markov_head else set()
+    own = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}.get(markov_head)
+    for module in [own] * bool(own) + ["confidence_head.proj"] * confidence:
+        expected |= {f"{module}.weight", f"{module}.bias"}
+    assert names == expected
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"label_layout": "same"}, "label_layout of a Qwen3DSparkModel must be next"),
+        ({"markov_rank": 4, "markov_head_type": "lstm"}, "markov_head_type"),
+        ({"enable_confidence_head": True, "confidence_head_with_markov": True}, "confidence_head_with_markov"),
+    ],
+)
+def test_a_dspark_config_that_contradicts_itself_is_refused(change, said):
+    with pytest.raises(UserError, match=said):
+        checkpoint.spec_from_json({**PUBLISHED, "architectures": ["Qwen3DSparkModel"], **change})
+
+
 @pytest.mark.parametrize(
     "variant, architecture", [("dflare", "QwenDFlareDraftModel"), ("gated", "DFlashGatedDraftModel")]
 )
@@ -299,7 +332,7 @@ def test_an_unknown_label_layout_is_refused(layout):
 
 
 FOREIGN = {
-    "architectures": ["Qwen3DSparkModel"],
+    "architectures": ["Qwen3ForCausalLM"],
     "hidden_act": "gelu_pytorch_tanh",
     "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
 }

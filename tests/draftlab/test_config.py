@@ -180,6 +180,12 @@ CONTRADICTIONS = {
     ("loss.positions=dpace", "loss.gamma=4"): ("loss.positions", "loss.gamma"),
     ("loss.positions=dpace", "loss.gamma_step=1"): ("loss.positions", "gamma_step"),
     ("loss.gate_entropy=0.1", "draft.variant=dflare"): ("loss.gate_entropy", "draft.variant"),
+    ("draft.markov_head=vanilla",): ("draft.markov_head", "draft.variant", "label layout same"),
+    ("draft.confidence=true", "draft.variant=dflare"): ("draft.confidence", "draft.variant"),
+    ("draft.confidence=true", "draft.variant=dspark"): ("draft.confidence", "loss.confidence"),
+    ("loss.confidence=1", "features.last_hidden=true"): ("draft.confidence", "loss.confidence"),
+    ("loss.confidence=1", "draft.confidence=true", "draft.variant=dspark"): ("loss.confidence", "features.last_hidden"),
+    ("loss.positions=dpace", "draft.markov_head=rnn", "draft.variant=dspark"): ("loss.positions", "draft.markov_head"),
     ("loss.gamma=5", "loss.gamma_cap=4"): ("loss.gamma", "loss.gamma_cap"),
 }
 

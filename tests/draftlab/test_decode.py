@@ -697,6 +697,95 @@ def test_the_packaged_target_decodes_as_generate_does_with_and_without_a_draft(p
         assert speculate(packaged, random_draft(packaged, 8), prompt, 20).tokens == expected
 
 
+# ---- a draft of the layout next, with a head that drafts token by token
+
+
+def dspark_draft(target, kind):
+    """Overfitted like `learnt_draft`: slot k learns the token at a+k+1 and is told the one at a+k."""
+    size = 7
+    config = DraftConfig(
+        block_size=size, num_hidden_layers=2, target_layer_ids=list(LAYERS), variant="dspark", markov_head=kind,
+        markov_rank=16,
+    )
+    draft = Draft(adapt(target.config, config, target.mask_token_id))
+    draft.reset(0)
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=3e-3)
+    mask, head = torch.tensor(target.mask_token_id), target.ends.head
+    texts = [torch.tensor(p + generate(target, p, LIMIT)) for p in prompts(target, 2)]
+    for step in range(60):
+        loss = 0.0
+        for ids in texts:
+            torch.manual_seed(step)
+            anchors = 4 + torch.randperm(len(ids) - size - 4)[:16]
+            inputs = torch.cat([ids[anchors, None], mask.expand(len(anchors), size - 1)], dim=1)
+            features, _ = target.tapped(ids[None], torch.tensor([len(ids)]), LAYERS)
+            hidden = draft(features.clone(), target.ends.embedding(inputs[None]), anchors[None])[0]
+            places = anchors[:, None] + torch.arange(size)
+            latents = draft.markov_head(hidden, ids[places])
+            logits = draft.logits(head, hidden.flatten(0, 1), latents.flatten(0, 1))
+            loss = loss + F.cross_entropy(logits, ids[places + 1].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return draft.eval()
+
+
+def token_by_token(target, draft, size):
+    """The oracle's propose: the training forward over the whole text, then the Markov head on the draft's own tokens."""
+
+    def propose(text, features):
+        block = torch.tensor([text[-1]] + [draft.spec.mask_token_id] * (size - 1))
+        padded = torch.cat([features, torch.zeros_like(features[:1])])[None]
+        tokens = [text[-1]]
+        with torch.no_grad():
+            hidden = draft(padded, target.ends.embedding(block)[None, None], torch.tensor([[len(text) - 1]]))[0, 0]
+            for k in range(size):
+                latents = draft.markov_head(hidden[: k + 1], torch.tensor(tokens))
+                logits = hidden[k] @ target.ends.head.weight.T + draft.markov_head.markov_w2(latents[k])
+                tokens.append(int(logits.argmax()))
+        return tokens[1:]
+
+    return propose
+
+
+@pytest.fixture(scope="module", params=["vanilla", "gated", "rnn"])
+def dspark(request, endless):
+    return dspark_draft(endless, request.param)
+
+
+@pytest.mark.parametrize("size", [2, 7, 9])
+def test_a_dspark_draft_gives_the_oracles_rounds_and_the_targets_text(endless, dspark, size):
+    """A block of B tokens drafts B, so that a round commits up to B + 1."""
+    longest = 0
+    for prompt in (prompts(endless, 3)[0], prompts(endless, 3)[2]):
+        trace = speculate(endless, dspark, prompt, LIMIT, size)
+        propose = token_by_token(endless, dspark, size)
+        tokens, rounds = oracle(endless, propose, prompt, LIMIT, size + 1, endless.eos_token_ids)
+        assert trace.tokens == tokens == generate(endless, prompt, LIMIT)
+        assert rounds_of(trace) == rounds
+        longest = max(longest, *(r.accepted for r in trace.rounds))
+    assert longest >= min(size, 4), "the draft has not learnt its text"
+
+
+def test_a_dspark_batch_writes_what_each_prompt_alone_writes(endless, dspark):
+    asked = prompts_of_all_lengths(endless)
+    for sampling in (Sampling(), Sampling(1.0, seed=3)):
+        together = decode_speculative(endless, dspark, asked, 16, None, sampling)
+        for row, prompt in enumerate(asked):
+            (alone,) = decode_speculative(endless, dspark, [prompt], 16, None, sampling, streams=[row])
+            assert alone.tokens == together[row].tokens and rounds_of(alone) == rounds_of(together[row])
+
+
+def test_texts_sampled_with_a_dspark_draft_are_distributed_as_the_targets(endless, dspark):
+    prompt, draws = prompts(endless, 1)[0], 3000
+    ours = decode_speculative(endless, dspark, [prompt] * draws, 5, 3, FLAT)
+    theirs = decode_target(endless, [prompt] * draws, 5, Sampling(1.0, seed=1))
+    for place in range(1, 5):
+        counts = (np.bincount([t.tokens[place] for t in some], minlength=300) for some in (ours, theirs))
+        assert metrics.two_samples(*counts) > 0.001
+    assert metrics.acceptance_length(ours) > 1.05, "a draft that is never accepted tests little"
+
+
 # ---- a reduced draft vocabulary
 
 

@@ -258,6 +258,41 @@ def test_a_gates_share_does_not_hang_on_how_large_a_tapped_layer_is():
     torch.testing.assert_close(draft(features, embeds, anchors), draft(larger, embeds, anchors), rtol=1e-3, atol=1e-3)
 
 
+def heads_by_hand(kind, weights, states, tokens):
+    """A Markov head's correction along one block, slot by slot from the DSpark paper's eq. 5 and 6."""
+    w = {name: weight.double() for name, weight in weights.items()}
+    rank, found = w["markov_w1.weight"].shape[1], []
+    state = torch.zeros(rank, dtype=torch.float64)
+    for h, token in zip(states.double(), tokens.tolist()):
+        latent = w["markov_w1.weight"][token]
+        if kind == "gated":
+            gate = w["gate_proj.weight"] @ torch.cat([h, latent]) + w["gate_proj.bias"]
+            latent = gate.sigmoid() * latent
+        if kind == "rnn":
+            z = w["joint_proj.weight"] @ torch.cat([state, latent, h]) + w["joint_proj.bias"]
+            keep = z[:rank].sigmoid()
+            state = keep * state + (1 - keep) * z[rank : 2 * rank].tanh()
+            latent = z[2 * rank :].tanh()
+        found.append(w["markov_w2.weight"] @ latent)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_a_markov_head_corrects_a_block_as_defined_at_once_and_slot_by_slot(kind):
+    draft = random_draft(variant="dspark", markov_head=kind, markov_rank=5)
+    assert (draft.spec.label_layout, draft.spec.first_slot, draft.spec.drafted_tokens) == ("next", 0, 16)
+    generator = torch.Generator().manual_seed(4)
+    states, tokens = torch.randn(2, 6, WIDTH, generator=generator), torch.randint(0, VOCABULARY, (2, 6))
+    at_once = draft.markov_head(states, tokens) @ draft.markov_head.markov_w2.weight.T
+    for n in range(2):
+        expected = heads_by_hand(kind, draft.markov_head.state_dict(), states[n], tokens[n])
+        torch.testing.assert_close(at_once[n].double(), expected, rtol=1e-4, atol=1e-4)
+        state = None
+        for k in range(6):
+            latent, state = draft.markov_head.step(states[n, k], tokens[n, k], state)
+            torch.testing.assert_close(draft.markov_head.markov_w2(latent), at_once[n, k], rtol=1e-4, atol=1e-5)
+
+
 # ---- rope
 
 
@@ -454,7 +489,7 @@ def test_the_last_context_token_is_seen():
 
 
 @pytest.mark.parametrize(
-    "variant, block_size", [*(("dflash", size) for size in range(2, 17)), ("dflare", 5), ("gated", 5)]
+    "variant, block_size", [*(("dflash", size) for size in range(2, 17)), ("dflare", 5), ("gated", 5), ("dspark", 5)]
 )
 def test_training_at_an_anchor_equals_cached_decoding_there(variant, block_size):
     draft = random_draft(block_size=block_size, variant=variant)

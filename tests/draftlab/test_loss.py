@@ -238,10 +238,10 @@ def test_the_config_names_every_term_and_no_other():
 def test_a_term_equals_a_loop_over_the_vocabulary(name, softcap):
     hidden, labels, weights, head = rows(8)
     teacher = teacher_of(hidden)
-    found, terms = through_head(hidden, labels, weights, head, only(name), teacher=teacher, softcap=softcap)
+    found, terms, _ = through_head(hidden, labels, weights, head, only(name), teacher=teacher, softcap=softcap)
     expected = by_loop(hidden, labels, weights, head, softcap, {name: 1.0}, teacher, top_k=4)
     assert found.item() == pytest.approx(expected, rel=1e-9)
-    assert terms[:, -1].sum().item() == pytest.approx(expected, rel=1e-9)
+    assert (weights * terms[:, -1]).sum().item() == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -275,15 +275,15 @@ def test_a_mix_is_the_weighted_sum_of_its_terms_and_so_is_its_gradient(chunk):
     teacher = teacher_of(hidden)
     config = LossConfig(**MIX, top_k=4, chunk_rows=chunk)
     mixed = hidden.clone().requires_grad_()
-    total, terms = through_head(mixed, labels, weights, head, config, teacher=teacher)
+    total, terms, _ = through_head(mixed, labels, weights, head, config, teacher=teacher)
     total.backward()
     expected, gradient = 0.0, torch.zeros_like(hidden)
     for name, weight in MIX.items():
         alone = hidden.clone().requires_grad_()
-        value, _ = through_head(alone, labels, weights, head, only(name), teacher=teacher)
+        value, _, _ = through_head(alone, labels, weights, head, only(name), teacher=teacher)
         value.backward()
         place = ["ce", *config.distilled].index(name)
-        assert terms[:, place].sum().item() == pytest.approx(value.item(), rel=1e-9)
+        assert (weights * terms[:, place]).sum().item() == pytest.approx(value.item(), rel=1e-9)
         expected += weight * value.item()
         gradient += weight * alone.grad
     assert total.item() == pytest.approx(expected, rel=1e-9) and not terms.requires_grad
@@ -297,7 +297,7 @@ def test_bfloat16_inputs_give_the_float32_result(name):
     teacher, results = teacher_of(hidden), []
     for dtype in (torch.bfloat16, torch.float32):
         states = hidden.to(dtype, copy=True).requires_grad_()
-        value, _ = through_head(states, labels, weights, head.to(dtype), only(name), teacher=teacher.to(dtype))
+        value, _, _ = through_head(states, labels, weights, head.to(dtype), only(name), teacher=teacher.to(dtype))
         value.backward()
         assert value.dtype == torch.float32
         results.append((value.item(), states.grad.float()))
@@ -309,10 +309,10 @@ def test_bfloat16_inputs_give_the_float32_result(name):
 @pytest.mark.parametrize("name", TERMS)
 def test_a_draft_that_is_the_target_has_no_divergence_and_one_that_is_far_off_a_finite_one(name):
     hidden, labels, weights, head = rows(6, dtype=torch.float32)
-    same, _ = through_head(hidden, labels, weights, head, only(name, top_k=V), teacher=hidden)
+    same, _, _ = through_head(hidden, labels, weights, head, only(name, top_k=V), teacher=hidden)
     assert same.item() == pytest.approx(0.0, abs=1e-5)
     far = (1e3 * hidden).requires_grad_()
-    value, _ = through_head(far, labels, weights, head, only(name), teacher=-1e3 * hidden)
+    value, _, _ = through_head(far, labels, weights, head, only(name), teacher=-1e3 * hidden)
     value.backward()
     assert value.isfinite() and value > 0 and far.grad.isfinite().all()
 
@@ -323,11 +323,12 @@ def test_factors_that_follow_the_cross_entropy_are_constants_to_the_gradient(mix
     config, teacher = LossConfig(**mix, chunk_rows=4), teacher_of(hidden)
     ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
     dynamic = lambda ce: (-ce).exp()  # noqa: E731
-    loss, terms = through_head(ours, labels, weights, head, config, teacher=teacher, reweigh=dynamic)
+    loss, terms, found = through_head(ours, labels, weights, head, config, teacher=teacher, reweigh=dynamic)
     loss.backward()
     known = (hidden @ head.T).softmax(1).gather(1, labels[:, None])[:, 0]
-    expected, same = through_head(theirs, labels, weights * known, head, config, teacher=teacher)
+    expected, same, _ = through_head(theirs, labels, weights * known, head, config, teacher=teacher)
     expected.backward()
+    torch.testing.assert_close(found, weights * known, rtol=1e-9, atol=0)
     torch.testing.assert_close((loss, terms, ours.grad), (expected, same, theirs.grad), rtol=1e-9, atol=1e-12)
 
 
@@ -336,3 +337,33 @@ def test_more_top_tokens_than_the_vocabulary_has_are_refused():
     check_vocabulary(LossConfig(top_k=V + 1), V)
     with pytest.raises(UserError, match=f"loss.top_k.* {V} .*{V + 1}"):
         check_vocabulary(LossConfig(topk_kl=1.0, top_k=V + 1), V)
+
+
+def test_a_correction_of_the_logits_is_differentiated_too():
+    hidden, labels, weights, head = rows(10)
+    generator, config = torch.Generator().manual_seed(3), LossConfig(**MIX, top_k=4, chunk_rows=4)
+    latent, markov = (torch.randn(n, 2, generator=generator, dtype=torch.float64) for n in (10, V))
+    for x in (hidden, latent, markov):
+        x.requires_grad_()
+    given = dict(teacher=teacher_of(hidden), softcap=5.0)
+    found, terms, _ = through_head(hidden, labels, weights, head, config, latent=latent, markov=markov, **given)
+    found.backward()
+    joined, both = torch.cat([hidden, latent], 1).detach(), torch.cat([head, markov.detach()], 1)
+    states = joined.requires_grad_()
+    given["teacher"] = torch.cat([given["teacher"], torch.zeros_like(latent.detach())], 1)
+    expected, same, _ = through_head(states, labels, weights, both, config, **given)
+    expected.backward()
+    torch.testing.assert_close((found, terms), (expected, same), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(torch.cat([hidden.grad, latent.grad], 1), states.grad, rtol=1e-9, atol=1e-12)
+    step = 1e-6
+    for v, r in ((0, 0), (7, 1), (V - 1, 0)):
+        values = []
+        for sign in (1, -1):
+            moved = markov.detach().clone()
+            moved[v, r] += sign * step
+            given["teacher"] = teacher_of(hidden)
+            values.append(
+                through_head(hidden.detach(), labels, weights, head, config, latent=latent.detach(), markov=moved, **given)
+            )
+        slope = (values[0][0] - values[1][0]).item() / (2 * step)
+        assert markov.grad[v, r].item() == pytest.approx(slope, rel=1e-5, abs=1e-7)

@@ -474,6 +474,65 @@ def test_every_variant_learns(prepared, tmp_path, variant, init):
     assert done.metrics[-1]["mix_entropy"] == pytest.approx(draft.mix_entropy().item())
 
 
+DSPARK = {
+    "draft.variant": "dspark", "draft.markov_rank": 8, "draft.confidence": True, "features.last_hidden": True,
+    "loss.ce": 0.1, "loss.l1": 0.9, "loss.confidence": 1.0,
+}
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_one_dspark_step_equals_the_oracle(corpus, target, tmp_path, kind):
+    """Slot k predicts the token at a+k+1 and knows the one at a+k; the confidence learns 1 - L1/2."""
+    run = RUN.replace({**DSPARK, "draft.markov_head": kind, "draft.init": "random", "train.steps": 1})
+    (metrics,) = trained(run, train.prepare({"dspark": run}, quiet), tmp_path).metrics
+    draft = Draft(adapt(target.config, run.draft, target.mask_token_id))
+    draft.reset(run.seed)
+    size, head = draft.spec.block_size, target.ends.head.weight.double()
+    total, weights = dict.fromkeys(("ce", "l1", "confidence"), 0.0), 0.0
+    prepared = train.prepare({"dspark": run}, quiet)
+    for epoch, row in train.rows_of_step(0, run.train.batch_size, prepared.train_rows, run.seed):
+        ids, supervised = torch.tensor(corpus.rows[row].ids, dtype=torch.int64), corpus.rows[row].supervised
+        candidates = torch.zeros(1, len(ids), dtype=torch.bool)
+        candidates[0, :-1] = torch.tensor(supervised[1:])
+        anchors, valid = blocks.sample_anchors(candidates, run.train.anchors, [(run.seed, epoch, row)])
+        tapped, last = target.tapped(ids[None], torch.tensor([len(ids)]), draft.spec.target_layer_ids, True)
+        for a in anchors[valid].tolist():
+            tokens = torch.tensor([int(ids[a])] + [draft.spec.mask_token_id] * (size - 1))
+            embeds = target.ends.embedding(tokens)[None, None]
+            hidden = draft(tapped.bfloat16().float(), embeds, torch.tensor([[a]]))[0, 0]
+            state = None
+            for k in range(size):
+                if a + k + 1 >= len(ids):
+                    break
+                latent, state = draft.markov_head.step(hidden[k], ids[a + k], state)
+                if not supervised[a + k + 1]:
+                    continue
+                logits = hidden[k].double() @ head.T + draft.markov_head.markov_w2(latent).double()
+                log_p = logits.log_softmax(-1)
+                q = (last[0, a + k].bfloat16().double() @ head.T).softmax(-1)
+                l1 = (log_p.exp() - q).abs().sum().item()
+                score = draft.confidence(hidden[k], ids[a + k]).double().sigmoid().item()
+                weight = math.exp(-k / run.gamma)
+                weights += weight
+                total["ce"] -= weight * log_p[ids[a + k + 1]].item()
+                total["l1"] += weight * l1
+                total["confidence"] -= weight * ((1 - l1 / 2) * math.log(score) + l1 / 2 * math.log(1 - score))
+    for name, value in total.items():
+        assert metrics[f"loss_{name}"] == pytest.approx(value / weights, rel=1e-4)
+    loss = 0.1 * total["ce"] + 0.9 * total["l1"] + total["confidence"]
+    assert metrics["loss"] == pytest.approx(loss / weights, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [None, "vanilla", "gated", "rnn"])
+def test_a_dspark_draft_learns(tmp_path, kind):
+    changes = {"draft.markov_head": kind, "train.steps": 30, "train.eval_every": 30, "train.lr": 0.01}
+    run = RUN.replace({**DSPARK, **changes, "train.dtype": "bfloat16"})
+    done = trained(run, train.prepare({"dspark": run}, quiet), tmp_path)
+    assert sum(done.curve("loss_ce")[-5:]) < 0.8 * sum(done.curve("loss_ce")[:5])
+    draft, _ = checkpoint.load(done.checkpoints[30] / "draft")
+    assert draft.spec.markov_head == kind and 1 <= done.metrics[-1]["heldout_acceptance_length"] <= 5
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_entropy_penalty_has_the_gate_choose(prepared, tmp_path, accumulation):
     entropies = []
