@@ -237,7 +237,8 @@ def decode_speculative(
     rows, anchors = _commit(rows, anchors, anchors.tolist(), eos, cache, context)
     _share(lap(), traces, "prefill_seconds")
     while rows:
-        room = min(size + 1 - first, max(row.left for row in rows))  # no token past every limit is verified, or needs a position
+        # No token past every limit is verified, or needs a position.
+        room = min(size + 1 - first, max(row.left for row in rows))
         draws = _draws(rows, 3, size + 1 - first)
         stake = [min(row.left, room) - 1 for row in rows]
         hidden = draft.propose(context, embed(torch.cat([anchors, masks[: len(rows)]], dim=1)))

@@ -127,7 +127,7 @@ def evaluate(
     result = {}
     for name, draft in drafts.items():
         rows, pairs = _rows(target, prompts, traces[None], traces[name])
-        size = draft.spec.block_size
+        size = draft.spec.drafted_tokens + 1  # what a round may commit
         own = [pair.draft for pair in pairs]
         result[name] = Evaluation(
             metrics=_metrics(pairs, rows, size, config.bootstrap, seed),
@@ -135,7 +135,7 @@ def evaluate(
             conditional_acceptance=metrics.conditional_acceptance(own, size).tolist(),
             first_failure=metrics.first_failure(own, size).tolist(),
             prompts=rows,
-            provenance=record | {"checkpoint": (checkpoints or {}).get(name), "block_size": size},
+            provenance=record | {"checkpoint": (checkpoints or {}).get(name), "block_size": draft.spec.block_size},
             traces=pairs,
         )
     return result

@@ -731,7 +731,7 @@ def dspark_draft(target, kind):
 
 
 def token_by_token(target, draft, size):
-    """The oracle's propose: the training forward over the whole text, then the Markov head on the draft's own tokens."""
+    """The oracle's propose: the training forward over the whole text, then the Markov head on its own tokens."""
 
     def propose(text, features):
         block = torch.tensor([text[-1]] + [draft.spec.mask_token_id] * (size - 1))

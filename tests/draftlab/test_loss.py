@@ -357,13 +357,11 @@ def test_a_correction_of_the_logits_is_differentiated_too():
     torch.testing.assert_close(torch.cat([hidden.grad, latent.grad], 1), states.grad, rtol=1e-9, atol=1e-12)
     step = 1e-6
     for v, r in ((0, 0), (7, 1), (V - 1, 0)):
-        values = []
+        values, states = [], (hidden.detach(), labels, weights, head, config)
+        given = dict(teacher=teacher_of(hidden), softcap=5.0, latent=latent.detach())
         for sign in (1, -1):
             moved = markov.detach().clone()
             moved[v, r] += sign * step
-            given["teacher"] = teacher_of(hidden)
-            values.append(
-                through_head(hidden.detach(), labels, weights, head, config, latent=latent.detach(), markov=moved, **given)
-            )
-        slope = (values[0][0] - values[1][0]).item() / (2 * step)
+            values.append(through_head(*states, markov=moved, **given)[0].item())
+        slope = (values[0] - values[1]) / (2 * step)
         assert markov.grad[v, r].item() == pytest.approx(slope, rel=1e-5, abs=1e-7)
