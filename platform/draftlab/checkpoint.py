@@ -297,9 +297,11 @@ def export(
             form has none: there the draft guesses through the whole head.
 
     Raises:
-        UserError: speculators' form for a variant that it doesn't have.
+        UserError: a form that lacks what the draft has.
     """
     tensors, spec = draft.state_dict(), draft.spec
+    if form == "zlab" and spec.markov_head and spec.draft_vocab_size is not None:
+        raise UserError(f"form {form}: has no reduced vocabulary for a Markov head, got {spec.draft_vocab_size} tokens")
     if form == "zlab":
         tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
         data = spec_to_json(replace(spec, draft_vocab_size=None), "float32")

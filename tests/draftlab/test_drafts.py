@@ -186,7 +186,7 @@ def deepspec(saved, folder, **tensors):
     """In the form that may carry the target's embedding and head."""
 
     def change(data):
-        data.update(architectures=["Qwen3DSparkModel"], label_layout="same", markov_rank=0)
+        data.update(architectures=["Qwen3DSparkModel"], markov_rank=0)
         del data["dflash_config"]["label_layout"]
 
     return publish(saved, folder, change, tensors)

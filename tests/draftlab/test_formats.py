@@ -109,13 +109,15 @@ def test_a_reduced_vocabulary_of_speculators_is_kept_with_its_tables():
 def test_deepspecs_draft_differs_in_nothing_but_its_labels():
     data, _ = formats.to_authors(DEEPSPEC, "config.json")
     assert data["label_layout"] == "next"
-    ours = checkpoint.spec_from_json({**data, "label_layout": "same"})
+    ours = checkpoint.spec_from_json(data)
+    assert (ours.variant, ours.label_layout, ours.markov_head, ours.confidence) == ("dspark", "next", None, False)
     assert (ours.block_size, ours.mask_token_id, ours.target_layer_ids) == (7, 151669, (1, 9, 17, 25, 33))
 
 
 @pytest.mark.parametrize("key", ["sample_from_anchor", "shift_label"])
 def test_speculators_with_labels_shifted_by_one_are_told_apart(key):
-    assert formats.to_authors({**SPECULATORS, key: True}, "config.json")[0]["label_layout"] == "next"
+    data, _ = formats.to_authors({**SPECULATORS, key: True}, "config.json")
+    assert checkpoint.spec_from_json(data, known={"num_target_layers": 36}).label_layout == "next"
 
 
 STRANGERS = {
@@ -128,8 +130,7 @@ STRANGERS = {
     "windows outside": ({**SPECULATORS, "layer_types": ["sliding_attention"] * 5}, "layer_types"),
     "several streams": ({**SPECULATORS, "target_hidden_size": 16384}, "target_hidden_size 16384"),
     "layers that are no list": ({**SPECULATORS, "aux_hidden_state_layer_ids": "2"}, "target_layer_ids must be a list"),
-    "markov head": ({**DEEPSPEC, "markov_rank": 256}, "markov_rank must be 0"),
-    "confidence head": ({**DEEPSPEC, "enable_confidence_head": True}, "enable_confidence_head must be 0"),
+    "markov head": ({**DEEPSPEC, "markov_rank": 256, "markov_head_type": "lstm"}, "markov_head_type must be one of"),
     "dflash2": ({**AUTHORS, "architectures": ["DFlash2DraftModel"]}, "architectures"),
     "causal": ({**AUTHORS, "is_causal": True}, "is_causal must be False"),
     "windows": ({**AUTHORS, "dflash_config": {**AUTHORS["dflash_config"], "use_swa": True}}, "use_swa must be False"),
