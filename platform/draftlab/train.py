@@ -292,9 +292,9 @@ class _Loop:
             candidates = blocks.anchor_candidates(batch.supervised, batch.lengths)
             seeds = [(self.run.seed, epoch, row) for epoch, row in part]
             anchors, valid = blocks.sample_anchors(candidates, config.anchors, seeds)
-            size, first = self.draft.spec.block_size, self.draft.spec.first_slot
-            decay = [blocks.position_weights(size, self.run.gamma_at(epoch), first) for epoch, _ in part]
-            part = make_blocks(batch, anchors, valid, self.draft.spec, torch.stack(decay)[:, None])
+            spec, gammas = self.draft.spec, [self.run.gamma_at(epoch) for epoch, _ in part]
+            decay = [blocks.position_weights(spec.block_size, gamma, spec.first_slot) for gamma in gammas]
+            part = make_blocks(batch, anchors, valid, spec, torch.stack(decay)[:, None])
             part.weights *= self.head.rows(part.labels)[1]  # a token that the draft can't guess teaches nothing
             yield part
 
