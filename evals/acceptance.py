@@ -35,24 +35,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with cli.Progress("loading the draft and its target") as say, tempfile.TemporaryDirectory() as fetched:
         say(f"acceptance of {args.ckpt}")
-        from draftlab import checkpoint, evaluation, report  # slow: after the first line is out
+        from draftlab import drafts, evaluation, report  # slow: after the first line is out
         from draftlab.target import load_target
         from draftlab.tracking import Store
 
         report.check_folder(out)
         store = Store(base.tracking, Path("outputs"))
-        draft, info, run = evaluation.load_draft(args.ckpt, args.config, args.overrides, store, Path(fetched))
+        draft, info, run = drafts.load_draft(args.ckpt, args.config, args.overrides, store, Path(fetched))
         target = load_target(run.target)
-        checkpoint.check_target(draft.spec, target)
+        drafts.check_target(draft, info, target)
         say(f"draft {info.hash} with blocks of {draft.spec.block_size}, target {target.name} in {run.target.dtype}")
         prompts = [target.chat(messages) for messages in evaluation.load_prompts(args.prompts, run, target, say)]
 
         params = run.flat() | {"ckpt": args.ckpt, "checkpoint": info.hash, "prompts": args.prompts}
         run_id = store.start_run(f"acceptance {info.hash}", key=f"acceptance/{out.absolute()}", params=params)
         try:
-            drafts = {args.ckpt: draft.to(target.device, target.dtype)}
+            named = {args.ckpt: draft.to(target.device, target.dtype)}
             (result,) = evaluation.evaluate(
-                target, drafts, prompts, run.eval, say, run.seed, {args.ckpt: info.hash}
+                target, named, prompts, run.eval, say, run.seed, {args.ckpt: info.hash}
             ).values()
             report.write_evaluation({args.ckpt: result}, out)
             data = (args.prompts, result.provenance["prompts_hash"])

@@ -41,14 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with cli.Progress("loading the draft and its target") as say, tempfile.TemporaryDirectory() as fetched:
         say(f"losslessness of {args.ckpt} in {args.dtype}")
-        from draftlab import checkpoint, decode, evaluation, sampled  # slow: after the first line is out
+        from draftlab import decode, drafts, evaluation, sampled  # slow: after the first line is out
         from draftlab.target import load_target
         from draftlab.tracking import Store
 
         store = Store(base.tracking, Path("outputs"))
-        draft, _, run = evaluation.load_draft(args.ckpt, args.config, overrides, store, Path(fetched))
+        draft, info, run = drafts.load_draft(args.ckpt, args.config, overrides, store, Path(fetched))
         target = load_target(run.target)
-        checkpoint.check_target(draft.spec, target)
+        drafts.check_target(draft, info, target)
         draft, limit = draft.to(target.device, target.dtype), run.eval.max_new_tokens
         named = [
             (f"{source} {n}", target.chat(messages))

@@ -1,5 +1,7 @@
 """A draft on disk: config.json and model.safetensors as SGLang, vLLM and the authors' code load them.
 
+Others' forms (see `formats`) are read as well, and can be written.
+
 Beside them stand run.yaml (the resolved run) and provenance.json (target, versions, git state, command).
 """
 
@@ -7,26 +9,50 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedConfig
 
 from draftlab import config as configs
+from draftlab import formats
 from draftlab.config import Run
-from draftlab.draft import Draft, DraftSpec
-from draftlab.errors import UserError
-from draftlab.target import Target, check_layer_ids
+from draftlab.draft import Draft, DraftSpec, rotary
+from draftlab.errors import UserError, first_line
+from draftlab.target import Head, Target, check_layer_ids
 
 WEIGHTS, CONFIG, RUN, PROVENANCE = "model.safetensors", "config.json", "run.yaml", "provenance.json"
+INDEX = "model.safetensors.index.json"
+"""Names the files of weights that are cut into several."""
+PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 LABEL_LAYOUTS = ("same",)
+OPTIONS = {
+    "mask_token_id": "draft.mask_token_id=ID",
+    "target_layer_ids": "draft.target_layer_ids=[ID,...]",
+    "num_target_layers": "target.model=NAME",
+}
+"""What may be missing in a config.json, and how a user says it instead."""
+ABSENT = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "is_causal": (False,),
+    "causal": (False,),
+    "use_swa": (False,),
+    "attention_sink_bias": (False,),
+    "projector_type": ("dflash",),
+    "input_embedding_scale": (1, 1.0),
+}
+"""The only values of these keys that this draft has; others would otherwise be dropped without a word."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +109,17 @@ def spec_to_json(spec: DraftSpec, dtype: str) -> dict[str, Any]:
     }
 
 
-def spec_from_json(data: dict[str, Any], where: str = "config.json") -> DraftSpec:
-    """Read a draft's config: the published form, or the seed's flat keys.
+def spec_from_json(
+    data: dict[str, Any], where: str = "config.json", known: Mapping[str, Any] | None = None
+) -> DraftSpec:
+    """Read a draft's config in the authors' form, or with the seed's flat keys.
 
-    `num_target_layers` is the target's depth in the published form and the count of tapped layers in the flat one;
+    `num_target_layers` is the target's depth in the authors' form and the count of tapped layers in the flat one;
     the presence of `target_num_hidden_layers` tells them apart.
+
+    Args:
+        where: how errors name it.
+        known: values, by their key in the authors' form, for what the config doesn't say.
 
     Raises:
         UserError: a missing key, an impossible value, two values that contradict each other, an unknown label layout,
@@ -100,35 +132,37 @@ def spec_from_json(data: dict[str, Any], where: str = "config.json") -> DraftSpe
     for key in nested.keys() & data.keys():
         if nested[key] != data[key]:
             raise UserError(f"{where}: {key} is {data[key]} at the top and {nested[key]} in dflash_config")
-    merged = {**data, **nested}
+    told = {key: value for key, value in {**data, **nested}.items() if value is not None}
+    merged = {**(known or {}), **told}
 
     def need(key: str) -> Any:
-        if merged.get(key) is None:
-            raise UserError(f"{where}: {key!r} is missing; known keys here: {', '.join(sorted(merged))}")
+        if key not in merged:
+            option = f"give it by {OPTIONS[key]}" if key in OPTIONS else f"known keys here: {', '.join(sorted(told))}"
+            raise UserError(f"{where}: {key!r} is missing; {option}")
         return merged[key]
 
     def whole(key: str, default: int | None = None, least: int = 1) -> int:
-        value = need(key) if default is None or merged.get(key) is not None else default
+        value = need(key) if default is None else merged.get(key, default)
         if type(value) is not int or value < least:
             raise UserError(f"{where}: {key} must be a whole number of at least {least}, got {value!r}")
         return value
 
-    # What this draft doesn't have would otherwise be dropped without a word.
-    for key, value, known in (
-        ("architectures", merged.get("architectures"), (None, ["DFlashDraftModel"])),
-        ("hidden_act", merged.get("hidden_act"), (None, "silu")),
-        ("layer_types", sorted(set(merged.get("layer_types") or ())), ([], ["full_attention"])),
-    ):
-        if value not in known:
-            raise UserError(f"{where}: {key} must be {known[-1]}, got {value}")
-    layout = merged.get("label_layout", "same")
+    if told.get("architectures") not in (None, [formats.AUTHORS]):
+        raise UserError(f"{where}: architectures must be [{formats.AUTHORS!r}], got {told['architectures']}")
+    for key, values in ABSENT.items():
+        if key in told and told[key] not in values:
+            raise UserError(f"{where}: {key} must be {values[0]}, got {told[key]!r}")
+    kinds = told.get("layer_types", ["sliding_attention"] if told.get("use_sliding_window") else [])
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise UserError(f"{where}: layer_types must be full_attention in every layer, got {kinds!r}")
+    layout = {**data, **nested}.get("label_layout", "same")
     if layout not in LABEL_LAYOUTS:
         raise UserError(f"{where}: label_layout must be one of {', '.join(LABEL_LAYOUTS)}, got {layout!r}")
     layer_ids = need("target_layer_ids")
     if not isinstance(layer_ids, list) or any(type(i) is not int for i in layer_ids):
         raise UserError(f"{where}: target_layer_ids must be a list of layers, got {layer_ids!r}")
-    if "target_num_hidden_layers" in merged:
-        depth, count = whole("target_num_hidden_layers"), merged.get("num_target_layers", len(layer_ids))
+    if "target_num_hidden_layers" in told:
+        depth, count = whole("target_num_hidden_layers"), told.get("num_target_layers", len(layer_ids))
         if count != len(layer_ids):
             raise UserError(f"{where}: num_target_layers is {count}, but target_layer_ids has {len(layer_ids)} layers")
     else:
@@ -141,13 +175,17 @@ def spec_from_json(data: dict[str, Any], where: str = "config.json") -> DraftSpe
         )
     if (mask := whole("mask_token_id", least=0)) >= vocabulary:
         raise UserError(f"{where}: mask_token_id must be below vocab_size {vocabulary}, got {mask}")
-    reduced = None if merged.get("draft_vocab_size") is None else whole("draft_vocab_size")
+    reduced = whole("draft_vocab_size") if "draft_vocab_size" in told else None
     if reduced is not None and reduced > vocabulary:
         raise UserError(f"{where}: draft_vocab_size must be at most vocab_size {vocabulary}, got {reduced}")
-    return DraftSpec(
+    try:
+        layers = check_layer_ids(layer_ids, depth)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    spec = DraftSpec(
         block_size=whole("block_size", configs.DraftConfig().block_size, least=2),
         mask_token_id=mask,
-        target_layer_ids=check_layer_ids(layer_ids, depth),
+        target_layer_ids=layers,
         target_num_hidden_layers=depth,
         target_hidden_size=target_width,
         num_hidden_layers=whole("num_hidden_layers"),
@@ -156,29 +194,44 @@ def spec_from_json(data: dict[str, Any], where: str = "config.json") -> DraftSpe
         num_attention_heads=heads,
         num_key_value_heads=whole("num_key_value_heads", heads),
         head_dim=whole("head_dim", width // heads),
-        hidden_act=merged.get("hidden_act") or "silu",
-        rms_norm_eps=need("rms_norm_eps"),
-        rope_parameters=_rope(merged, where),
+        hidden_act=told.get("hidden_act", "silu"),
+        rms_norm_eps=_positive(need("rms_norm_eps"), f"{where}: rms_norm_eps"),
+        rope_parameters=_rope(told, where),
         max_position_embeddings=whole("max_position_embeddings"),
         vocab_size=vocabulary,
-        tie_word_embeddings=bool(merged.get("tie_word_embeddings", False)),
+        tie_word_embeddings=bool(told.get("tie_word_embeddings", False)),
         label_layout=layout,
         draft_vocab_size=reduced,
     )
+    try:
+        rotary(spec, torch.arange(1))
+    except Exception as error:  # each kind of rope has its own parameters, and its own way to miss them
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{where}: rope_parameters can't be used ({reason})") from error
+    return spec
 
 
-def _rope(data: dict[str, Any], where: str) -> dict[str, Any]:
+def _positive(value: Any, what: str) -> float:
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise UserError(f"{what} must be a positive number, got {value!r}")
+    return value
+
+
+def _rope(told: dict[str, Any], where: str) -> dict[str, Any]:
     """The rope that a config describes, be it by `rope_parameters` or by the older keys around `rope_theta`."""
-    rope = data.get("rope_parameters")
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(told.get(key, {}), dict):
+            raise UserError(f"{where}: {key} must be an object, got {told[key]!r}")
+    rope = told.get("rope_parameters")
     if rope is None:
-        scaling = dict(data.get("rope_scaling") or {})
+        scaling = dict(told.get("rope_scaling", {}))
         rope = {"rope_type": scaling.pop("type", "default"), **scaling}
-        if (share := data.get("partial_rotary_factor")) is not None:
+        if (share := told.get("partial_rotary_factor")) is not None:
             rope.setdefault("partial_rotary_factor", share)
-    theta = {value for value in (data.get("rope_theta"), rope.get("rope_theta")) if value is not None}
-    if len(theta) != 1:
-        raise UserError(f"{where}: expected one rope_theta, got {sorted(theta) or 'none'}")
-    return {**rope, "rope_theta": theta.pop()}
+    thetas = [value for value in (told.get("rope_theta"), rope.get("rope_theta")) if value is not None]
+    if not thetas or thetas.count(thetas[0]) != len(thetas):
+        raise UserError(f"{where}: expected one rope_theta, got {thetas or 'none'}")
+    return {**rope, "rope_theta": _positive(thetas[0], f"{where}: rope_theta")}
 
 
 def save(
@@ -191,47 +244,99 @@ def save(
         target: {"name", "revision", "fingerprint"} of the frozen target.
         origin: `provenance()` of the process that the user started; None is this one.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: (tensor.detach().float() if tensor.is_floating_point() else tensor).cpu().contiguous()
-        for name, tensor in draft.state_dict().items()
-    }
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    _write_json(folder / CONFIG, spec_to_json(draft.spec, "float32"))
+    _write_draft(folder, draft.state_dict(), spec_to_json(draft.spec, "float32"))
     (folder / RUN).write_text(run.to_yaml(), encoding="utf-8")
     _write_json(folder / PROVENANCE, {"target": target, **(origin or provenance())})
 
 
+def export(
+    folder: Path, draft: Draft, form: str, target: str, architectures: Sequence[str], head: Head | None = None
+) -> None:
+    """Write a draft for others: its tensors as they are, and its config in their form.
+
+    Args:
+        folder: made if needed.
+        form: `zlab` (the authors') or `speculators`.
+        target, architectures: as in `formats.to_speculators`.
+        head: the target's; needed for a reduced vocabulary, whose rows of it speculators' form carries. The authors'
+            form has none: there the draft guesses through the whole head.
+    """
+    tensors, spec = draft.state_dict(), draft.spec
+    if form == "zlab":
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+        data = spec_to_json(replace(spec, draft_vocab_size=None), "float32")
+    else:
+        data = formats.to_speculators(spec_to_json(spec, "float32"), target, architectures)
+        if spec.draft_vocab_size is not None:
+            tensors["lm_head.weight"] = draft.head(head).weight
+    _write_draft(folder, tensors, data)
+
+
+def _write_draft(folder: Path, tensors: Mapping[str, torch.Tensor], data: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: (tensor.detach().float() if tensor.is_floating_point() else tensor).cpu().contiguous()
+        for name, tensor in tensors.items()
+    }
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    _write_json(folder / CONFIG, data)
+
+
 def load(
-    folder: Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    known: Mapping[str, Any] | None = None,
 ) -> tuple[Draft, CheckpointInfo]:
-    """Read a draft. Nothing in the folder is executed.
+    """Read a draft in any of the forms of `formats`. Nothing in the folder is executed.
+
+    Args:
+        known: as in `spec_from_json`.
 
     Raises:
         UserError: a file is missing, damaged, or holds other tensors than its config describes.
     """
     folder = Path(folder)
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise UserError(f"checkpoint {folder}: expected {CONFIG} and {WEIGHTS}, found no {name}")
-    spec = spec_from_json(_read_json(folder / CONFIG), f"checkpoint {folder}: {CONFIG}")
-    try:
-        tensors = load_file(folder / WEIGHTS)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"checkpoint {folder}: {WEIGHTS} is damaged ({error})") from error
+    where = f"checkpoint {folder}: {CONFIG}"
+    files = [folder / CONFIG, *_weight_files(folder)]
+    for path in files:
+        if not path.is_file():
+            raise UserError(f"checkpoint {folder}: expected {CONFIG} and {WEIGHTS}, found no {path.name}")
+    data = _read_json(folder / CONFIG)
+    data, lent = formats.to_authors(data, where) if isinstance(data, dict) else (data, ())
+    spec = spec_from_json(data, where, known)
     with torch.device("meta"):  # no memory and no first weights for what the file brings
         draft = Draft(spec)
+    tensors: dict[str, torch.Tensor] = {}
+    for path in files[1:]:
+        try:
+            with safe_open(path, "pt") as file:
+                tensors |= {name: file.get_tensor(name) for name in file.keys() if name not in lent}
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"checkpoint {folder}: {path.name} is damaged ({error})") from error
     _check_tensors(folder, draft, tensors)
     draft.load_state_dict(tensors, assign=True)
     if spec.draft_vocab_size is not None:
         _check_vocabulary(folder, draft)
     info = CheckpointInfo(
         folder=folder,
-        hash=_hash_files(folder / CONFIG, folder / WEIGHTS),
+        hash=_hash_files(*files),
         run=configs.load(folder / RUN) if (folder / RUN).is_file() else None,
         provenance=_read_json(folder / PROVENANCE) if (folder / PROVENANCE).is_file() else {},
     )
     return draft.to(device, dtype).eval().requires_grad_(False), info
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """model.safetensors, or the files beside it that an index names."""
+    if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
+        return [folder / WEIGHTS]
+    index = _read_json(folder / INDEX)
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict) or not names or any(Path(str(name)).name != name for name in names.values()):
+        raise UserError(f"checkpoint {folder}: {INDEX} should map tensors to files beside it")
+    return [folder / name for name in sorted(set(names.values()))]
 
 
 def _check_tensors(folder: Path, draft: Draft, tensors: dict[str, torch.Tensor]) -> None:
@@ -244,6 +349,8 @@ def _check_tensors(folder: Path, draft: Draft, tensors: dict[str, torch.Tensor])
     for name, shape in expected.items():
         if found[name] != shape:
             raise UserError(f"checkpoint {folder}: {name} should have shape {shape} by {CONFIG}, got {found[name]}")
+        if name not in ("d2t", "t2d") and tensors[name].dtype not in PRECISIONS:
+            raise UserError(f"checkpoint {folder}: {name} is quantized ({tensors[name].dtype}), expected 16 or 32 bits")
         if not torch.isfinite(tensors[name]).all():
             raise UserError(f"checkpoint {folder}: {name} holds NaN or infinite weights")
 
@@ -262,13 +369,38 @@ def check_target(spec: DraftSpec, target: Target) -> None:
     Raises:
         UserError: another vocabulary, width or depth.
     """
+    _check_shape(spec, target.name, target.vocab_size, target.hidden_size, target.num_layers)
+
+
+def check_target_config(spec: DraftSpec, config: PreTrainedConfig, name: str) -> None:
+    """`check_target` by the target's (text) configuration alone, before its weights are read."""
+    _check_shape(spec, name, config.vocab_size, config.hidden_size, config.num_hidden_layers)
+
+
+def _check_shape(spec: DraftSpec, name: str, vocabulary: int, width: int, depth: int) -> None:
     for what, ours, theirs in (
-        ("vocabulary", spec.vocab_size, target.vocab_size),
-        ("hidden size", spec.target_hidden_size, target.hidden_size),
-        ("number of layers", spec.target_num_hidden_layers, target.num_layers),
+        ("vocabulary", spec.vocab_size, vocabulary),
+        ("hidden size", spec.target_hidden_size, width),
+        ("number of layers", spec.target_num_hidden_layers, depth),
     ):
         if ours != theirs:
-            raise UserError(f"the draft was made for a target with {what} {ours}, but {target.name} has {theirs}")
+            raise UserError(f"the draft was made for a target with {what} {ours}, but {name} has {theirs}")
+
+
+def check_lent(info: CheckpointInfo, draft: Draft, target: Target) -> None:
+    """Refuse a draft whose copies of the target's embedding or head, where it has any, are not this target's.
+
+    Raises:
+        UserError: it was made for another target, or with an embedding or a head of its own.
+    """
+    ours = {"embed_tokens.weight": target.ends.embedding.weight, "lm_head.weight": draft.head(target.ends.head).weight}
+    for path in _weight_files(info.folder):
+        with safe_open(path, "pt") as file:
+            for name in ours.keys() & set(file.keys()):
+                # In the coarsest precision that either of them may have been kept in.
+                pair = [weight.to("cpu", torch.bfloat16) for weight in (file.get_tensor(name), ours[name])]
+                if not torch.equal(*pair):
+                    raise UserError(f"the draft's {name} is not the one of {target.name}; a draft borrows its target's")
 
 
 def provenance() -> dict[str, Any]:

@@ -6,3 +6,8 @@ class UserError(ValueError):
 
     Scripts print it without a traceback and exit with code 2 (see `draftlab.cli.main`).
     """
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text; its kind where it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from huggingface_hub import snapshot_download
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
@@ -419,6 +420,8 @@ def _locate(config: TargetConfig) -> tuple[str, str | None]:
         return str(folder), None
     if folder.is_absolute() or config.model.startswith((".", "~")) or config.model.count("/") > 1:
         raise UserError(f"target {config.model}: no such folder")
+    with _reading(config.model):  # fails at once where transformers would go on trying for half a minute
+        snapshot_download(config.model, revision=config.revision, allow_patterns="config.json")
     return config.model, config.revision
 
 

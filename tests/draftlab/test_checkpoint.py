@@ -321,6 +321,49 @@ def test_an_impossible_value_is_refused(changes, said):
         checkpoint.spec_from_json({**PUBLISHED, **changes})
 
 
+WRONG_TYPES = [
+    ("rope_parameters", [1, 2]),
+    ("rope_parameters", "default"),
+    ("rope_parameters", {"rope_type": "unheard of", "rope_theta": 1e4}),
+    ("rope_parameters", {"rope_type": ["yarn"], "rope_theta": 1e4}),
+    ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}),
+    ("rope_parameters", {"rope_type": "default", "rope_theta": {}}),
+    ("rope_scaling", 2.0),
+    ("rope_scaling", {"type": "linear", "factor": "two"}),
+    ("rope_theta", "1e6"),
+    ("rope_theta", [1000000]),
+    ("rope_theta", -1.0),
+    ("rope_theta", True),
+    ("rope_theta", float("inf")),
+    ("rms_norm_eps", "1e-6"),
+    ("rms_norm_eps", 0),
+    ("rms_norm_eps", [1e-6]),
+    ("rms_norm_eps", float("nan")),
+    ("layer_types", "full_attention"),
+    ("layer_types", 5),
+    ("layer_types", [1, 2]),
+    ("layer_types", [["full_attention"], None]),
+    ("architectures", "DFlashDraftModel"),
+    ("architectures", {}),
+    ("hidden_act", ["silu"]),
+    ("draft_vocab_size", "40"),
+    ("label_layout", ["same"]),
+]
+
+
+@pytest.mark.parametrize("key, value", WRONG_TYPES, ids=str)
+def test_a_value_of_another_type_is_one_line_that_names_its_key(saved, key, value):
+    data = json.loads((saved / "config.json").read_text())
+    for name in ("rope_parameters", "rope_theta") if key.startswith("rope") else ():
+        del data[name]
+    data |= {"rope_theta": 1e4, key: value} if key != "rope_parameters" else {key: value}
+    if key == "label_layout":
+        del data["dflash_config"][key]
+    (saved / "config.json").write_text(json.dumps(data))
+    message = refusal(saved)
+    assert "config.json" in message and ("rope" if key.startswith("rope") else key) in message
+
+
 # ---- damage
 
 
@@ -410,6 +453,54 @@ def test_nothing_in_the_folder_is_executed(saved, tmp_path):
     edit(saved, auto_map={"AutoModel": "modeling.DFlashDraftModel"})
     checkpoint.load(saved)
     assert not (tmp_path / "ran").exists()
+
+
+# ---- weights in several files
+
+
+def cut(folder):
+    """The weights in two files and an index, as save_pretrained of transformers writes large ones."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {f"model-0000{i + 1}-of-00002.safetensors": names[i::2] for i in range(2)}
+    for file, part in files.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, part in files.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return sorted(files)
+
+
+def test_weights_in_several_files_are_the_same_draft(saved):
+    before, info = checkpoint.load(saved)
+    _, second = cut(saved)
+    after, other = checkpoint.load(saved)
+    assert after.spec == before.spec and other.hash != info.hash
+    assert all(after.state_dict()[name].equal(tensor) for name, tensor in before.state_dict().items())
+    (saved / second).write_bytes((saved / second).read_bytes()[:-8])
+    assert f"{second} is damaged" in refusal(saved)
+    (saved / second).unlink()
+    assert f"found no {second}" in refusal(saved)
+
+
+@pytest.mark.parametrize("names", [None, [], {}, {"a": "../b"}, {"a": "/b"}, {"a": 1}], ids=str)
+def test_an_index_that_names_no_files_beside_it_is_refused(saved, names):
+    cut(saved)
+    (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert "model.safetensors.index.json should map tensors to files beside it" in refusal(saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_are_read(saved, dtype):
+    reweigh(saved, lambda tensors: tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()}))
+    assert {weight.dtype for weight in checkpoint.load(saved)[0].parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantized_weights_are_refused(saved, dtype):
+    name = "layers.0.mlp.up_proj.weight"
+    reweigh(saved, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    assert f"{name} is quantized" in refusal(saved)
 
 
 # ---- another target

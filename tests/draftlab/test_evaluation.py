@@ -282,7 +282,7 @@ def test_unknown_prompts_are_refused(target):
         evaluation.load_prompts("nowhere.jsonl", Run(), target, quiet)
 
 
-# ---- checkpoints
+# ---- the scripts
 
 
 @pytest.fixture()
@@ -292,58 +292,6 @@ def saved(target, tmp_path):
     made_for = {"name": "tiny", "revision": None, "fingerprint": "x"}
     checkpoint.save(tmp_path / "step" / "draft", draft(target), run, made_for)
     return tmp_path / "step"
-
-
-def test_a_checkpoint_folder_is_found_with_or_without_its_draft_folder(saved, store, tmp_path):
-    for folder in (saved, saved / "draft"):
-        _, info, run = evaluation.load_draft(str(folder), None, ["eval.prompts=2"], store, tmp_path)
-        assert info.folder == saved / "draft" and run.seed == 5 and run.eval.prompts == 2
-
-
-def test_a_checkpoint_is_found_by_its_mlflow_run_and_model(saved, store, tmp_path):
-    run_id = store.start_run("trial", key="trial")
-    model = store.log_checkpoint(run_id, saved / "draft", name="draft", step=1, params={}, metrics={})
-    _, expected, _ = evaluation.load_draft(str(saved), None, [], store, tmp_path)
-    for ref in (run_id, f"models:/{model}"):
-        _, info, run = evaluation.load_draft(ref, None, [], store, tmp_path / "fetched")
-        assert info.hash == expected.hash and run.seed == 5
-
-
-def test_a_published_draft_without_a_run_is_evaluated_by_the_given_configuration(saved, store, tmp_path, monkeypatch):
-    asked = {}
-
-    def hub(repo_id, *, allow_patterns, local_dir):
-        asked.update(repo_id=repo_id, files=allow_patterns)
-        for name in ("config.json", "model.safetensors"):
-            local_dir.mkdir(parents=True, exist_ok=True)
-            (local_dir / name).write_bytes((saved / "draft" / name).read_bytes())
-        return str(local_dir)
-
-    monkeypatch.setattr(evaluation, "snapshot_download", hub)
-    made, info, run = evaluation.load_draft("someone/draft", None, ["target.model=tiny"], store, tmp_path)
-    assert asked == {"repo_id": "someone/draft", "files": ["config.json", "model.safetensors"]}
-    assert info.run is None and run.target.model == "tiny" and made.spec.block_size == 4
-
-
-@pytest.mark.parametrize("ref", ["no/such/folder", "./nothing", "nothing"])
-def test_a_reference_to_nothing_is_refused(store, tmp_path, ref):
-    with pytest.raises(UserError, match=f"checkpoint {ref}: no such folder"):
-        evaluation.find_checkpoint(ref, store, tmp_path)
-
-
-def test_a_hub_that_cannot_be_reached_is_one_line(store, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-    def offline(*_, **__):
-        raise FileNotFoundError("Cannot find the files\nand more")
-
-    monkeypatch.setattr(evaluation, "snapshot_download", offline)
-    words = r"someone/draft: no such folder, and not fetched from the hub \(Cannot find the files\)$"
-    with pytest.raises(UserError, match=words):
-        evaluation.find_checkpoint("someone/draft", store, tmp_path)
-
-
-# ---- the scripts
 
 
 def script(name):

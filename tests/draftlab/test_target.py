@@ -265,6 +265,19 @@ def test_a_target_that_is_not_there_is_one_clear_line(name, message, monkeypatch
     assert "\n" not in str(caught.value)
 
 
+def test_a_hub_that_cannot_be_reached_is_told_before_transformers_tries_again_and_again(monkeypatch):
+    def offline(*_, **__):
+        raise FileNotFoundError("no connection\nand more")
+
+    def patient(*_, **__):
+        raise AssertionError("transformers was asked")
+
+    monkeypatch.setattr(targets, "snapshot_download", offline)
+    monkeypatch.setattr(targets.AutoConfig, "from_pretrained", patient)
+    with pytest.raises(UserError, match=r"^target someone/model: can't be loaded \(no connection\)$"):
+        load_target(TargetConfig(model="someone/model"))
+
+
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(UserError, match="without config.json"):
         load_target(TargetConfig(model=str(tmp_path)))

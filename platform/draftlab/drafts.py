@@ -1,0 +1,121 @@
+"""From a reference on the command line to a draft, its config and its hash.
+
+A reference is a folder, an MLflow run id or models:/ URI, or the hub id of a published draft.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import snapshot_download
+
+from draftlab import checkpoint
+from draftlab import config as configs
+from draftlab.config import Run
+from draftlab.draft import Draft, DraftSpec
+from draftlab.errors import UserError, first_line
+from draftlab.target import Target, load_target_config
+
+if TYPE_CHECKING:
+    from draftlab.tracking import Store
+
+
+TRAINED = ("draft.", "loss.", "train.")
+"""Sections of a run that a trained draft has settled."""
+SUPPLIED = ("block_size", "mask_token_id", "target_layer_ids")
+"""Keys of `draft` by which a user says what a published config.json may lack."""
+FILES = ["config.json", "model*.safetensors", "model.safetensors.index.json"]
+
+
+def find_checkpoint(ref: str, store: Store, into: Path) -> Path:
+    """The folder of the draft that a reference names.
+
+    Args:
+        ref: a folder, an MLflow run id or models:/ URI, or the hub id of a published draft.
+        store: where MLflow references are looked up.
+        into: folder for what has to be fetched.
+
+    Raises:
+        UserError: there is no such thing.
+    """
+    folder: Path | None = Path(os.path.expanduser(ref))
+    if not folder.is_dir():
+        folder = store.resolve_checkpoint(ref, into)
+    if folder is None:
+        folder = _from_hub(ref, into)
+    return folder / "draft" if (folder / "draft").is_dir() else folder
+
+
+def load_draft(
+    ref: str, config_file: Path | None, overrides: list[str], store: Store, into: Path
+) -> tuple[Draft, checkpoint.CheckpointInfo, Run]:
+    """A draft in float32 on the CPU, what its checkpoint says, and the run that it is to be evaluated by.
+
+    Args:
+        ref, store, into: as in find_checkpoint.
+        config_file: the run's configuration; None is the checkpoint's own, or the default where it has none.
+        overrides: of that configuration; of `draft`, what the checkpoint lacks.
+
+    Returns:
+        In the run, `draft`, `loss` and `train` are what the draft was trained with, as far as that is known.
+
+    Raises:
+        UserError: see find_checkpoint, checkpoint.load and config.load; a setting that contradicts the training; a
+            draft for a target of another vocabulary, width or depth.
+    """
+    folder = find_checkpoint(ref, store, into)
+    own = folder / checkpoint.RUN
+    run = configs.load(config_file or (own if own.is_file() else configs.DEFAULT_CONFIG), overrides)
+    said, default = run.flat(), Run().flat()
+    asked = {override.partition("=")[0] for override in overrides}
+    if config_file is not None:
+        asked |= {key for key in said if said[key] != default[key]}
+
+    known = {key: said[f"draft.{key}"] for key in SUPPLIED if f"draft.{key}" in asked}
+    target = load_target_config(run.target)
+    draft, info = checkpoint.load(folder, known={"num_target_layers": target.num_hidden_layers, **known})
+    trained = (info.run or Run()).replace(_shape(draft.spec))
+    settled = trained.flat()
+    for key in sorted(asked):
+        if key.startswith(TRAINED) and said[key] != settled[key]:
+            already = f"already with {settled[key]}" if info.run or key.startswith("draft.") else "already"
+            rest = "expected settings of target, corpus or eval"
+            raise UserError(f"{key}={said[key]}: the draft is trained {already}; {rest}")
+    checkpoint.check_target_config(draft.spec, target, run.target.model)
+    sections = {name: getattr(trained, name) for name in ("draft", "loss", "train")}
+    return draft, info, run.model_copy(update=sections)
+
+
+def check_target(draft: Draft, info: checkpoint.CheckpointInfo, target: Target) -> None:
+    """Refuse a draft that was made for another target.
+
+    Raises:
+        UserError: another vocabulary, width or depth; or the checkpoint carries another embedding or head.
+    """
+    checkpoint.check_target(draft.spec, target)
+    checkpoint.check_lent(info, draft, target)
+
+
+def _shape(spec: DraftSpec) -> dict[str, Any]:
+    """The dotted keys of a run that say how this draft is made."""
+    return {
+        "draft.block_size": spec.block_size,
+        "draft.num_hidden_layers": spec.num_hidden_layers,
+        "draft.num_target_layers": len(spec.target_layer_ids),
+        "draft.target_layer_ids": list(spec.target_layer_ids),
+        "draft.mask_token_id": spec.mask_token_id,
+        "draft.vocab": spec.draft_vocab_size,
+    }
+
+
+def _from_hub(ref: str, into: Path) -> Path:
+    """Fetch a published draft's config and weights; nothing of it is ever run."""
+    if ref.count("/") != 1 or ref.startswith((".", "/", "~")):
+        raise UserError(f"checkpoint {ref}: no such folder, MLflow run, models:/ URI or hub id")
+    try:
+        return Path(snapshot_download(ref, allow_patterns=FILES, local_dir=into / ref))
+    except Exception as error:  # its HTTP library, whose errors they are, changes with the hub client's version
+        reason = first_line(error)
+        raise UserError(f"checkpoint {ref}: no such folder, and not fetched from the hub ({reason})") from error
