@@ -21,25 +21,10 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-from unittest.mock import patch
-
-import numpy as np
 
 from draftlab import cli, config
-
-if TYPE_CHECKING:
-    from draftlab.decode import Trace
-    from draftlab.draft import Draft
-    from draftlab.target import Target
-
-PLACES = 3
-"""Tokens of each text that are counted: the prefill's and two of the rounds'."""
-LOWEST = 0.001
-"""p-values below it are a difference: seen once in a thousand tests where there is none."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with cli.Progress("loading the draft and its target") as say, tempfile.TemporaryDirectory() as fetched:
         say(f"losslessness of {args.ckpt} in {args.dtype}")
-        from draftlab import decode, drafts, evaluation  # slow: after the first line is out
+        from draftlab import decode, drafts, evaluation, sampled  # slow: after the first line is out
         from draftlab.target import load_target
         from draftlab.tracking import Store
 
@@ -71,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for n, messages in enumerate(evaluation.load_prompts(source, run, target, say))
         ]
         for _, prompt in named:
-            decode.check_prompt(target, prompt, limit)
+            decode.check_prompt(target, prompt, limit, draft)
         say(f"{len(named)} prompts, at most {limit} new tokens each", doing="decoding")
         found, tokens, rounds, said = 0, 0, 0, time.monotonic()
         for n, (name, prompt) in enumerate(named, 1):
@@ -87,102 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 say(f"{n} of {len(named)} prompts, {tokens} tokens in {rounds} rounds, {found} diverge")
         lossless = not found or args.dtype != "float32"
         if args.draws:
-            lossless &= _check_exactly(args.draws, say)
+            lossless &= sampled.check_exactly(args.draws, say)
         if args.samples:
-            lossless &= _check_samples(target, draft, named[0][1], args.samples, say)
+            lossless &= sampled.check_samples(target, draft, named[0][1][-16:], args.samples, say)
     return 0 if lossless else 1
-
-
-def _check_exactly(draws: int, say: Callable) -> bool:
-    """Do the tiny target's sampled texts have its probabilities, and does a broken rule show?"""
-    from draftlab import decode, metrics
-    from draftlab.draft import Draft, adapt
-    from draftlab.target import load_target
-
-    target = load_target(config.TargetConfig(model="tiny", dtype="float32", device="cpu"))
-    chosen = config.DraftConfig(block_size=3, num_hidden_layers=2, target_layer_ids=[0, 2])
-    draft, prompt = Draft(adapt(target.config, chosen, target.mask_token_id)).eval(), [75]
-    draft.reset(5)  # of a dozen random drafts one that agrees with this target comparatively often: 2 in 10 tokens
-    expected = draws * _exact(target, prompt)
-
-    def p_values(mode: str) -> list[float]:
-        sampling = decode.Sampling(temperature=1.0, mode=mode)
-        found = _counts(target, prompt, draws, 1000, lambda ids, limit, streams: decode.decode_speculative(
-            target, draft, ids, limit, None, sampling, streams))  # fmt: skip
-        return [metrics.chi_square(*place) for place in zip(found, expected)]
-
-    say(f"the tiny target: {draws} texts each way", doing="sampling")
-    good = [_said(say, f"{mode} against exact probabilities", p_values(mode)) for mode in decode.MODES]
-    with patch.object(decode, "reject", _without_residual(decode.reject)):
-        caught = not _said(say, "a rule without the residual against exact probabilities", p_values("rejection"))
-    return all(good) and caught
-
-
-def _check_samples(target: Target, draft: Draft, prompt: Sequence[int], samples: int, say: Callable) -> bool:
-    """Does speculative decoding with the checkpoint write what the target alone writes, as often?"""
-    from draftlab import decode, metrics
-
-    sampling, prompt = decode.Sampling(temperature=1.0), prompt[-16:]
-    say(f"{target.name}: {samples} texts each way, after the end of the first prompt", doing="sampling")
-    alone = _counts(target, prompt, samples, 50, lambda ids, limit, streams: decode.decode_target(
-        target, ids, limit, replace(sampling, seed=1), streams))  # fmt: skip
-    good = []
-    for mode in decode.MODES:
-        found = _counts(target, prompt, samples, 50, lambda ids, limit, streams: decode.decode_speculative(
-            target, draft, ids, limit, None, replace(sampling, mode=mode), streams))  # fmt: skip
-        p_values = [metrics.two_samples(*place) for place in zip(found, alone)]
-        good.append(_said(say, f"{mode} against the target alone", p_values))
-    return all(good)
-
-
-def _counts(
-    target: Target, prompt: Sequence[int], draws: int, batch: int, decode: Callable[..., list[Trace]]
-) -> np.ndarray:
-    """(PLACES, V + 1) how often each token stood at each place; last, how often the text had ended before."""
-    counts = np.zeros((PLACES, target.vocab_size + 1), int)
-    for start in range(0, draws, batch):
-        streams = range(start, min(start + batch, draws))
-        for trace in decode([prompt] * len(streams), PLACES + 2, streams):
-            tokens = trace.tokens[:PLACES] + [target.vocab_size] * (PLACES - len(trace.tokens))
-            counts[range(PLACES), tokens] += 1
-    return counts
-
-
-def _exact(target: Target, prompt: Sequence[int]) -> np.ndarray:
-    """(PLACES, V + 1) probabilities of what `_counts` counts, by summing over all texts before each place."""
-    import torch
-
-    texts, weights, rows = torch.tensor([prompt]), torch.ones(1, dtype=torch.float64), []
-    for place in range(PLACES):
-        with torch.inference_mode():
-            q = torch.cat([target.model(part).logits[:, -1].double().softmax(-1) for part in texts.split(3000)])
-        q = weights[:, None] * q
-        rows.append(torch.cat([q.sum(0), 1 - q.sum()[None]]))
-        if place < PLACES - 1:
-            ends = torch.tensor(sorted(target.eos_token_ids))
-            going = torch.ones_like(q, dtype=torch.bool).index_fill_(1, ends, False)
-            before, tokens = going.nonzero().T
-            texts, weights = torch.cat([texts[before], tokens[:, None]], dim=1), q[before, tokens]
-    return torch.stack(rows).clamp(min=0).numpy()
-
-
-def _without_residual(reject: Callable) -> Callable:
-    """The usual mistake: a rejected guess is replaced by a sample of q."""
-    from draftlab.decode import draw
-
-    def broken(guesses, p, q, stake, keep, replace):
-        accepted, answers = reject(guesses, p, q, stake, keep, replace)
-        fresh = draw(q.take_along_dim(accepted[:, None, None], 1)[:, 0], replace)
-        return accepted, answers.scatter(1, accepted[:, None], fresh[:, None])
-
-    return broken
-
-
-def _said(say: Callable, what: str, p_values: list[float]) -> bool:
-    """Say p-values; True where none shows a difference."""
-    same = min(p_values) >= LOWEST
-    say(f"{what}: {'no difference' if same else 'they differ'}, p {', '.join(f'{p:.2g}' for p in p_values)}")
-    return same
 
 
 if __name__ == "__main__":

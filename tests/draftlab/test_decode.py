@@ -325,7 +325,7 @@ def test_twenty_prompts_give_the_oracles_rounds_at_every_block_size(endless, lea
         assert trace.tokens == tokens
         assert rounds_of(trace) == rounds
         accepted += sum(kept for kept, _ in rounds)
-    assert accepted > 20
+    assert accepted > 5, "a draft that is never accepted tests little"
 
 
 # ---- batches
