@@ -31,7 +31,7 @@ from draftlab.errors import UserError
 from draftlab.features import Batch, Features
 from draftlab.init import check_layers, initialise
 from draftlab.loss import cross_entropy
-from draftlab.target import Ends, Target, load_target, load_target_config
+from draftlab.target import Ends, Head, Target, load_target, load_target_config
 
 REPORT_SECONDS = 5.0
 """Between two reports of a running loop."""
@@ -356,7 +356,7 @@ class _Loop:
             candidates = blocks.anchor_candidates(batch.supervised, batch.lengths)
             anchors, valid = blocks.spread_anchors(candidates, config.offline_anchors)
             part = make_blocks(batch, anchors, valid, spec, everywhere)
-            correct = self._leading_correct(self._hidden(self.draft, part), part)
+            correct = leading_correct(self._hidden(self.draft, part), part, self.head, self.run.loss.chunk_rows)
             valid = part.weights[..., 1:].cpu().numpy() > 0
             totals[:, 0] += metrics.offline_acceptance(correct, valid)
             totals[:, 1:] += metrics.offline_slot_counts(correct, valid)
@@ -364,22 +364,6 @@ class _Loop:
         survival = metrics.survival_curve(np.array(passed), np.array(reached))
         result = {"heldout_acceptance_length": tokens / rounds} if rounds else {}
         return result | {f"heldout_survival_{k}": float(p) for k, p in enumerate(survival, 1) if np.isfinite(p)}
-
-    def _leading_correct(self, hidden: Tensor, part: Blocks) -> np.ndarray:
-        """(N, A, B-1) bool: is the drafted token the data's? The head is only asked where all earlier slots were."""
-        correct = torch.zeros(part.labels.shape, dtype=torch.bool, device=hidden.device)
-        alive = part.weights[..., 1] > 0
-        head = self.head
-        for slot in range(1, part.labels.shape[-1]):
-            alive = alive & (part.weights[..., slot] > 0)
-            rows = hidden[:, :, slot][alive].to(head.weight.dtype)
-            if not len(rows):
-                break
-            guess = torch.cat([head.greedy(chunk) for chunk in rows.split(self.run.loss.chunk_rows)])
-            right = torch.zeros_like(alive)
-            right[alive] = guess == part.labels[:, :, slot][alive]
-            correct[..., slot] = alive = right
-        return correct[..., 1:].cpu().numpy()
 
     def _save(self) -> Path | None:
         if not self.main:
@@ -413,6 +397,27 @@ class _Loop:
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds = state["step"], state["seconds"]
         self.supervised_tokens, self.empty_steps = state["supervised_tokens"], state["empty_steps"]
+
+
+def leading_correct(hidden: Tensor, part: Blocks, head: Head, chunk_rows: int) -> np.ndarray:
+    """(N, A, B-1) bool: is the drafted token the data's? The head is only asked where all earlier slots were.
+
+    Args:
+        hidden: (N, A, B, D) the draft's.
+        chunk_rows: most rows of the head's logits at once.
+    """
+    correct = torch.zeros(part.labels.shape, dtype=torch.bool, device=hidden.device)
+    alive = part.weights[..., 1] > 0
+    for slot in range(1, part.labels.shape[-1]):
+        alive = alive & (part.weights[..., slot] > 0)
+        rows = hidden[:, :, slot][alive].to(head.weight.dtype)
+        if not len(rows):
+            break
+        guess = torch.cat([head.greedy(chunk) for chunk in rows.split(chunk_rows)])
+        right = torch.zeros_like(alive)
+        right[alive] = guess == part.labels[:, :, slot][alive]
+        correct[..., slot] = alive = right
+    return correct[..., 1:].cpu().numpy()
 
 
 def _coverage(part: Blocks) -> tuple[int, int]:
