@@ -1,7 +1,7 @@
 """Have the target write a training corpus.
 
 Question: what would the target answer? A draft learns to guess exactly that (arXiv:2602.06036 regenerates responses).
-Varies:   the prompts: a JSONL file, a Hugging Face dataset, or `self`: the target continues an empty user turn.
+Varies:   the prompts: a JSONL file, a named set, a Hugging Face dataset, or `self`: the target continues an empty user turn.
 Run:      python experiments/build_corpus.py --out outputs/corpus.jsonl.gz corpus.write_conversations=500
 Writes:   the corpus, a JSON row a conversation, and beside it the recipe (.yaml): command, seed, target, counts.
 Cost:     the packaged corpus, 2,000 conversations: 20 to 30 minutes on 2 idle cores.
@@ -20,7 +20,7 @@ from draftlab import cli, config
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.run_parser(__doc__)
-    parser.add_argument("--prompts", default="self", help="`self`, a .jsonl file, or a Hugging Face dataset id")
+    parser.add_argument("--prompts", default="self", help="`self`, a .jsonl file, a set, or a dataset id")
     parser.add_argument("--out", type=Path, required=True, help="the corpus: a .jsonl or .jsonl.gz file")
     args = parser.parse_args(argv)
     run = config.load(args.config, args.overrides)
@@ -31,12 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         import transformers
 
         from draftlab import corpus, target
+        from draftlab.prompts import read_prompts
 
         corpus.check_out(args.out)
         writer = target.load_target(run.target)
         prompts = None
         if args.prompts != "self":
-            prompts = corpus.read_prompts(args.prompts, run.corpus.write_conversations)
+            asked = read_prompts(args.prompts, run.corpus.write_conversations)
+            prompts = [prompt.questions() for prompt in asked]
         say(f"{writer.name} writes {run.corpus.write_conversations if prompts is None else len(prompts)} conversations")
         recipe = {
             "command": shlex.join(["python", "experiments/build_corpus.py", *(sys.argv[1:] if argv is None else argv)]),

@@ -166,6 +166,21 @@ class EvalConfig(Section):
     """Times each prompt is timed, alternating target and draft."""
     bootstrap: Annotated[int, Field(ge=100)] = 2000
     """Resamples behind each 95% interval."""
+    batch_size: Annotated[int, Field(ge=1)] = 1
+    """Prompts decoded together."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 is greedy decoding: the most likely token."""
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    """Sample from the k most likely tokens; None is all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens that together have this probability."""
+    mode: Literal["rejection", "greedy_draft"] = "rejection"
+    """At temperature above 0: `rejection` samples the draft and keeps a token with probability min(1, q/p);
+    `greedy_draft`, as in the published code, keeps the draft's best token where it equals a sample of the target."""
+    thinking: bool | None = None
+    """The chat template's `enable_thinking`; None leaves it to the template."""
+    system: str | None = None
+    """System prompt of prompts that have none of their own."""
 
 
 class TrackingConfig(Section):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import itertools
 import json
 import os
 import threading
@@ -101,7 +100,7 @@ def load_corpus(config: CorpusConfig, target: Target, seed: int, say: Say) -> Co
     """
     path = _source(config, target, seed, say)
     rows, unsupervised = [], 0
-    for number, data in _read_lines(path):
+    for number, data in read_lines(path, "corpus"):
         row = _row(data, f"{path}, line {number}", target, config.max_length, check=number <= 16)
         if row.supervised.any():
             rows.append(row)
@@ -254,55 +253,6 @@ def check_out(path: Path) -> None:
         raise UserError(f"--out {path}: can't be written")
 
 
-def read_prompts(source: str, limit: int) -> list[list[Message]]:
-    """Prompts out of a JSONL file or a Hugging Face dataset's train split.
-
-    A row may hold "messages" (assistant turns are kept here and rewritten by `write_corpus`), "conversations" (of
-    {"from", "value"}), "turns" (user turns) or a single "prompt", "question" or "instruction".
-
-    Args:
-        source: a .jsonl or .jsonl.gz file, or a dataset id.
-        limit: most prompts.
-
-    Raises:
-        UserError: not found, or a row without a prompt.
-    """
-    path = Path(source).expanduser()
-    if path.name.endswith((".jsonl", ".jsonl.gz")) or path.exists():
-        rows: Iterable[tuple[int, dict]] = _read_lines(path)
-    else:
-        rows = enumerate(_hub_rows(source), 1)
-    prompts = [_messages(row, f"{source}, row {number}") for number, row in itertools.islice(rows, limit)]
-    if not prompts:
-        raise UserError(f"prompts {source}: expected at least one row, got none")
-    return prompts
-
-
-def _hub_rows(source: str) -> Iterable[dict]:
-    import datasets  # slow to import, and only needed here
-
-    try:
-        return datasets.load_dataset(source, split="train", streaming=True)
-    except Exception as error:  # whatever the hub client raises
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"prompts {source}: no such file, and no such dataset ({reason})") from error
-
-
-def _messages(row: dict, where: str) -> list[Message]:
-    roles = {"human": "user", "gpt": "assistant"}
-    if row.get("conversations"):
-        messages = [{"role": roles.get(m["from"], m["from"]), "content": m["value"]} for m in row["conversations"]]
-    elif row.get("messages"):
-        messages = row["messages"]
-    else:
-        turns = row.get("turns") or [row.get(key) for key in ("prompt", "question", "instruction") if row.get(key)][:1]
-        messages = [{"role": "user", "content": turn} for turn in turns]
-    if not all(_is_message(m) for m in messages) or not any(m["role"] == "user" for m in messages):
-        known = '"messages", "conversations", "turns", "prompt", "question" or "instruction"'
-        raise UserError(f"prompts {where}: expected {known} with a user's words, got {sorted(row)}")
-    return messages
-
-
 # ---- reading
 
 
@@ -354,8 +304,15 @@ def _source(config: CorpusConfig, target: Target, seed: int, say: Say) -> Path:
     return Path(config.source).expanduser()
 
 
-def _read_lines(path: Path) -> Iterator[tuple[int, dict]]:
-    """(line number, row) of every line that isn't blank."""
+def read_lines(path: Path, what: str) -> Iterator[tuple[int, dict]]:
+    """(line number, row) of every line of a .jsonl or .jsonl.gz file that isn't blank.
+
+    Args:
+        what: the file, as errors name it.
+
+    Raises:
+        UserError: it can't be read, or a line (named) is no JSON object.
+    """
     number = 0
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
@@ -364,14 +321,14 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict]]:
                     row = json.loads(line)
                     if not isinstance(row, dict):
                         kind = type(row).__name__
-                        raise UserError(f"corpus {path}, line {number}: expected a JSON object, got {kind}")
+                        raise UserError(f"{what} {path}, line {number}: expected a JSON object, got {kind}")
                     yield number, row
     except json.JSONDecodeError as error:
-        raise UserError(f"corpus {path}, line {number}: not valid JSON ({error.msg})") from error
+        raise UserError(f"{what} {path}, line {number}: not valid JSON ({error.msg})") from error
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-        raise UserError(f"corpus {path}, line {number + 1}: can't be read ({error})") from error
+        raise UserError(f"{what} {path}, line {number + 1}: can't be read ({error})") from error
     except OSError as error:
-        raise UserError(f"corpus {path}: can't be read ({error.strerror or error})") from error
+        raise UserError(f"{what} {path}: can't be read ({error.strerror or error})") from error
 
 
 def _row(data: dict, where: str, target: Target, max_length: int, check: bool) -> Row:

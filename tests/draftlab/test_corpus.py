@@ -11,7 +11,7 @@ import yaml
 
 from draftlab import corpus
 from draftlab.config import CorpusConfig, TargetConfig
-from draftlab.corpus import encode, generate, load_corpus, read_prompts, write_corpus, write_file
+from draftlab.corpus import encode, generate, load_corpus, write_corpus, write_file
 from draftlab.errors import UserError
 from draftlab.target import load_target
 from experiments import build_corpus
@@ -373,30 +373,6 @@ def test_an_interrupted_write_leaves_nothing_and_spoils_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_file(path, interrupted(), {})
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-
-
-@pytest.mark.parametrize(
-    "row, said",
-    [
-        ({"prompt": "a"}, ["a"]),
-        ({"turns": ["a", "b"]}, ["a", "b"]),
-        ({"question": "a", "answer": "b"}, ["a"]),
-        ({"instruction": "a"}, ["a"]),
-        ({"messages": [user("a"), assistant("b")]}, ["a", "b"]),
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, ["a", "b"]),
-    ],
-)
-def test_prompts_are_read_from_the_usual_kinds_of_rows(tmp_path, row, said):
-    (messages,) = read_prompts(save(tmp_path / "p.jsonl", [row, row]), 1)
-    assert [m["content"] for m in messages] == said
-    talk_of_two = "messages" in row or "conversations" in row
-    assert [m["role"] for m in messages] == (["user", "assistant"] if talk_of_two else ["user"] * len(said))
-
-
-@pytest.mark.parametrize("row", [{}, {"text": "a"}, {"prompt": 3}, {"messages": [assistant("a")]}])
-def test_a_row_without_a_prompt_is_named(tmp_path, row):
-    with pytest.raises(UserError, match="row 1: expected"):
-        read_prompts(save(tmp_path / "p.jsonl", [row]), 5)
 
 
 def test_the_script_writes_a_corpus_that_loads_and_a_recipe_that_says_how(tiny, tmp_path, capsys):
