@@ -288,7 +288,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         data = _from_yaml(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise UserError(f"config {path}: cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"config {path}: not valid YAML ({' '.join(str(error).split())})") from error
     if not isinstance(data, dict):
         raise UserError(f"config {path}: expected a mapping of sections, got {type(data).__name__}")
@@ -301,7 +301,12 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose floats need no point: 3e-4 is a number, as in YAML 1.2 and everywhere else. A key stands once."""
+    """YAML as in version 1.2: 3e-4 is a number, although it has no point, and 2026-01-01 is text. A key stands once."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [key.value for key, _ in node.value]
@@ -333,7 +338,7 @@ def _parse(item: str) -> tuple[str, Any]:
         raise UserError(f"override {item!r}: expected section.key=value")
     try:
         return key, _from_yaml(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"override {item!r}: the value is not valid YAML") from error
 
 
