@@ -31,7 +31,7 @@ from torch import Tensor
 from draftlab.cache import KVCache
 from draftlab.config import CorpusConfig, digest
 from draftlab.errors import UserError
-from draftlab.target import Target, cache_root, made_once
+from draftlab.target import Target, cache_root, expand, made_once
 
 PACKAGED = Path(__file__).resolve().parent / "data" / "smollm2_self.jsonl.gz"
 """Written by the packaged target with experiments/build_corpus.py; the recipe is in the .yaml beside it."""
@@ -267,7 +267,7 @@ def read_prompts(source: str, limit: int) -> list[list[Message]]:
     Raises:
         UserError: not found, or a row without a prompt.
     """
-    path = Path(source).expanduser()
+    path = expand(source)
     if path.name.endswith((".jsonl", ".jsonl.gz")) or path.exists():
         rows: Iterable[tuple[int, dict]] = _read_lines(path)
     else:
@@ -351,7 +351,7 @@ def _source(config: CorpusConfig, target: Target, seed: int, say: Say) -> Path:
             write_file(folder / "corpus.jsonl.gz", rows, made_by)
 
         return made_once(cache_root() / "corpora" / f"self-{digest(made_by)}", make) / "corpus.jsonl.gz"
-    return Path(config.source).expanduser()
+    return expand(config.source)
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, dict]]:

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
@@ -280,6 +281,7 @@ def load_target(config: TargetConfig) -> Target:
     Raises:
         UserError: not found, unreadable, no such device, or an architecture whose ends a draft can't borrow.
     """
+    device = find_device(config.device)
     source, revision = _locate(config)
     text_config = load_target_config(config)
     # SDPA has no logit soft-capping inside attention (gemma2).
@@ -291,7 +293,7 @@ def load_target(config: TargetConfig) -> Target:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise UserError(f"target {config.model}: expected an lm_head without bias, got one with a bias")
-    model = model.to(_device(config.device))
+    model = model.to(device)
     commit = getattr(model.config, "_commit_hash", None)
     if config.model == "smollm2":
         commit = SMOLLM2_SHA256[:12]
@@ -383,7 +385,19 @@ def choose_mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> in
 
 def cache_root() -> Path:
     """Where draftlab keeps what can be made again: $DRAFTLAB_CACHE, else ~/.cache/draftlab."""
-    return Path(os.environ.get("DRAFTLAB_CACHE") or Path.home() / ".cache" / "draftlab")
+    return expand(os.environ.get("DRAFTLAB_CACHE") or "~/.cache/draftlab")
+
+
+def expand(path: str) -> Path:
+    """A path as somebody wrote it, whose ~ is a home.
+
+    Raises:
+        UserError: a home of nobody.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"path {path}: expected a known user's home, found none") from error
 
 
 # ---- where a target is
@@ -397,7 +411,7 @@ def _locate(config: TargetConfig) -> tuple[str, str | None]:
         return str(made_once(targets / f"smollm2-{SMOLLM2_SHA256[:12]}", _make_smollm2)), None
     if config.model == "tiny":
         return str(made_once(targets / f"tiny-{digest([TINY, CHATML])}", _make_tiny)), None
-    folder = Path(config.model).expanduser()
+    folder = expand(config.model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UserError(f"target {config.model}: expected a model folder, got one without config.json")
@@ -425,7 +439,12 @@ def _line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """The device that `target.device` names on this machine.
+
+    Raises:
+        UserError: there is no such device here.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -472,7 +491,7 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
         make: fills an empty folder; when it raises, nothing is left behind.
 
     Raises:
-        UserError: the place can't be written.
+        UserError: the place can't be written, or `make` found no room there for its weights.
     """
     if folder.is_dir():
         return folder
@@ -480,7 +499,7 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = open(folder.parent / f".{folder.name}.lock", "w")
     except OSError as error:
-        raise UserError(f"cache {folder.parent}: can't be written ({error.strerror}); set DRAFTLAB_CACHE") from error
+        raise _unwritten(folder.parent, error.strerror) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
@@ -491,9 +510,17 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
                 make(making)
                 making.chmod(0o755)
                 making.rename(folder)
+            except SafetensorError as error:  # it has no errno: "... I/O error: No space left on device (os error 28)"
+                if "os error" not in str(error):
+                    raise
+                raise _unwritten(folder.parent, _line(error)) from error
             finally:
                 shutil.rmtree(making, ignore_errors=True)
     return folder
+
+
+def _unwritten(cache: Path, reason: str | None) -> UserError:
+    return UserError(f"cache {cache}: can't be written ({reason}); set DRAFTLAB_CACHE")
 
 
 def _make_smollm2(folder: Path) -> None:

@@ -329,8 +329,11 @@ def test_a_corpus_with_nothing_to_learn_from_is_refused(tiny, tmp_path, rows, me
 
 
 def test_a_file_that_is_not_there_or_cut_short_is_one_clear_line(tiny, tmp_path):
-    with pytest.raises(UserError, match="No such file"):
-        load(tiny, str(tmp_path / "none.jsonl"))
+    for path, message in ((str(tmp_path / "none.jsonl"), "No such file"), ("~nobody-at-all/c.jsonl", "user's home")):
+        with pytest.raises(UserError, match=message):
+            load(tiny, path)
+        with pytest.raises(UserError, match=message):
+            read_prompts(path, 1)
     whole = gzip.compress(b"\n".join(json.dumps(talk(i)).encode() for i in range(200)))
     (tmp_path / "half.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="half.jsonl.gz, line .*can't be read"):

@@ -1,10 +1,12 @@
 """The target: its layers against transformers' own tuple, its ends against its own logits, on several architectures."""
 
+import resource
 import threading
 
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import (
@@ -256,6 +258,13 @@ def test_a_hub_that_cannot_be_reached_is_told_before_transformers_tries_again_an
         load_target(TargetConfig(model="someone/model"))
 
 
+def test_the_home_of_nobody_is_one_clear_line(monkeypatch):
+    monkeypatch.setenv("DRAFTLAB_CACHE", "~nobody-at-all/cache")
+    for name in ("~nobody-at-all/model", "tiny"):
+        with pytest.raises(UserError, match="path ~nobody-at-all/.*: expected a known user's home"):
+            load_target_config(TargetConfig(model=name))
+
+
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(UserError, match="without config.json"):
         load_target(TargetConfig(model=str(tmp_path)))
@@ -263,7 +272,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
 
 def test_an_unknown_device_is_refused():
     with pytest.raises(UserError, match="target.device: nonsense"):
-        load_target(TargetConfig(model="tiny", device="nonsense"))
+        load_target(TargetConfig(model="/no/such/place", device="nonsense"))  # before anything is read
 
 
 # ---- tapped layers
@@ -397,6 +406,33 @@ def test_a_cache_that_can_not_be_written_is_one_clear_line(monkeypatch, tmp_path
     monkeypatch.setenv("DRAFTLAB_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(UserError, match="set DRAFTLAB_CACHE"):
         load_target_config(TargetConfig(model="tiny"))
+
+
+@pytest.fixture
+def short_files():
+    """No file of this process may grow beyond 10,000 bytes: a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_weights_that_find_no_room_in_the_cache_are_one_clear_line(short_files, tmp_path):
+    def make(folder):
+        save_file({"weight": torch.zeros(10_000)}, folder / "model.safetensors")
+
+    with pytest.raises(UserError, match=f"cache {tmp_path}: can't be written .*File too large.*set DRAFTLAB_CACHE"):
+        targets.made_once(tmp_path / "thing", make)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_the_cache_may_stand_in_a_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given in ("~/models", str(tmp_path / "models")):
+        monkeypatch.setenv("DRAFTLAB_CACHE", given)
+        assert targets.cache_root() == tmp_path / "models"
+    monkeypatch.delenv("DRAFTLAB_CACHE")
+    assert targets.cache_root() == tmp_path / ".cache" / "draftlab"
 
 
 def test_the_packaged_target_is_refused_when_its_checksum_differs(monkeypatch, tmp_path):
