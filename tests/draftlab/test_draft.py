@@ -110,6 +110,15 @@ def test_the_uniform_layer_choice_is_the_published_formula(count, depth, ids):
     assert uniform_layer_ids(count, depth) == ids
 
 
+@pytest.mark.parametrize("depth", [4, 5, 30, 36])
+def test_as_many_layers_as_a_target_has_to_spread_over_and_no_more(depth):
+    target = llama(num_hidden_layers=depth)
+    most = DraftConfig(num_hidden_layers=1, num_target_layers=depth - 3)
+    assert len(adapt(target, most, 0).target_layer_ids) == depth - 3
+    with pytest.raises(UserError, match=f"a target of {depth} layers has {depth - 3} to spread over"):
+        adapt(target, DraftConfig(num_hidden_layers=1, num_target_layers=depth - 2), 0)
+
+
 def test_a_llama_like_target_is_adapted():
     target = llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}, rms_norm_eps=1e-5)
     spec = adapt(target, DraftConfig(block_size=8, num_hidden_layers=2, target_layer_ids=[2, 0]), mask_token_id=7)

@@ -173,8 +173,12 @@ def test_a_corpus_without_an_anchor_is_refused(tmp_path):
 
 
 def test_flex_attention_is_not_trained_on_a_cpu(prepared, tmp_path):
-    with pytest.raises(UserError, match="draft.attention"):
-        trained(RUN.replace({"draft.attention": "flex"}), prepared, tmp_path)
+    run = RUN.replace({"target.device": "cpu"})
+    flex = run.replace({"draft.attention": "flex"})
+    with pytest.raises(UserError, match="trial bad: draft.attention=flex"):
+        train.prepare({"good": run, "bad": flex}, quiet)
+    with pytest.raises(UserError, match="^draft.attention=flex"):
+        trained(flex, prepared, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +189,7 @@ def test_flex_attention_is_not_trained_on_a_cpu(prepared, tmp_path):
         ({"draft.target_layer_ids": [3]}, "last layer"),
         ({"draft.mask_token_id": 300}, "mask_token_id"),
         ({"draft.num_hidden_layers": 5}, "5 draft layers"),
+        ({"draft.target_layer_ids": None, "draft.num_target_layers": 40}, "a target of 4 layers has 1 to spread over"),
         ({"corpus.max_length": 32}, "same for all trials"),
         ({"target.dtype": "bfloat16"}, "same for all trials"),
     ],
