@@ -96,9 +96,13 @@ def load_corpus(config: CorpusConfig, target: Target, seed: int, say: Say) -> Co
         say: where to tell about progress.
 
     Raises:
-        UserError: no such file, a broken line (named), an empty corpus, one without supervised tokens, or one that
-            another target wrote.
+        UserError: max_length beyond the target's positions, no such file, a broken line (named), an empty corpus, one
+            without supervised tokens, or one that another target wrote.
     """
+    if config.max_length > target.max_positions:
+        raise UserError(
+            f"corpus.max_length: expected at most the target's {target.max_positions} positions, got {config.max_length}"
+        )
     path = _source(config, target, seed, say)
     rows, unsupervised = [], 0
     for number, data in _read_lines(path):
@@ -144,8 +148,10 @@ def write_corpus(
         JSON-able rows. Rows of one turn carry the very ids that the target wrote.
 
     Raises:
-        UserError: the target's own prompts are too often unusable, or its chat template refuses a conversation.
+        UserError: sizes that leave no room for a response, own prompts that are too often unusable, or a conversation
+            that the chat template refuses.
     """
+    _check_room(target, config, config.write_prompt_tokens if prompts is None else 1)
     if prompts is None:
         prompts = list(_self_prompts(target, config, seed, say))
     talks = [_Talk(_opening(prompt), [m for m in prompt if m["role"] == "user"]) for prompt in prompts]
@@ -484,6 +490,21 @@ def _opening(messages: Sequence[Message]) -> list[Message]:
     """What stands before the first user turn: a system prompt, or nothing."""
     first = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
     return list(messages[:first])
+
+
+def _check_room(target: Target, config: CorpusConfig, prompt: int) -> None:
+    """Refuse sizes with which no prompt, or not every one of `prompt` tokens, could be answered."""
+    template = len(target.chat([{"role": "user", "content": ""}]))
+    if config.max_length < template + 2:
+        raise UserError(
+            f"corpus.max_length: expected at least {template + 2}, the chat template's {template} tokens and one each "
+            f"of a prompt and a response, got {config.max_length}"
+        )
+    if template + prompt + config.write_response_tokens > target.max_positions:
+        raise UserError(
+            f"corpus.write_response_tokens: expected room in the target's {target.max_positions} positions for the chat "
+            f"template ({template}), a prompt ({prompt}) and a response, got {config.write_response_tokens}"
+        )
 
 
 def _self_prompts(target: Target, config: CorpusConfig, seed: int, say: Say) -> Iterator[list[Message]]:

@@ -170,6 +170,32 @@ def test_prompts_that_leave_no_room_are_left_out_and_counted(tiny):
     assert any("1 prompts of more than 95 tokens were left out" in text for text in said)
 
 
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"write_response_tokens": 2048}, "corpus.write_response_tokens: .* 2048 positions .* got 2048"),
+        ({"write_response_tokens": 1000, "write_prompt_tokens": 1100}, r"a prompt \(1100\) and a response, got 1000"),
+        ({"max_length": 8}, "corpus.max_length: expected at least .* got 8"),
+    ],
+)
+def test_sizes_without_room_for_a_response_are_refused_before_any_writing(tiny, monkeypatch, changes, message):
+    monkeypatch.setattr(corpus, "generate", lambda *_, **__: pytest.fail("long work began"))
+    with pytest.raises(UserError, match=message):
+        next(write_corpus(tiny, None, settings(**changes), 0, quiet))
+
+
+def test_the_longest_response_that_the_target_has_positions_for_is_accepted(tiny):
+    most = 2048 - len(tiny.chat([user("")])) - 1
+    assert list(write_corpus(tiny, [], settings(write_response_tokens=most), 0, quiet)) == []
+    with pytest.raises(UserError, match=f"got {most + 1}"):
+        list(write_corpus(tiny, [], settings(write_response_tokens=most + 1), 0, quiet))
+
+
+def test_a_length_beyond_the_targets_positions_is_refused_before_the_corpus_is_read(tiny):
+    with pytest.raises(UserError, match="corpus.max_length: expected at most the target's 2048 positions, got 2049"):
+        load(tiny, "/no/such/file.jsonl", max_length=2049)
+
+
 # ---- tokens and mask
 
 
