@@ -11,6 +11,7 @@ them.
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import hashlib
 import itertools
@@ -20,8 +21,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -131,8 +134,63 @@ def load_corpus(config: CorpusConfig, target: Target, seed: int, say: Say) -> Co
     return corpus
 
 
+class Journal:
+    """Batches of an interrupted writing, so that it goes on; made by `Journal.beside`.
+
+    A file with a line a batch. It stands there under a hash of all that it depends on: so other settings, other prompts
+    or another target find nothing, and nothing has to be compared.
+
+    Attributes:
+        found: key -> the new ids of each context of that batch, as `generate` made them before.
+    """
+
+    def __init__(self, file: BinaryIO | None = None) -> None:
+        self._file = file
+        self.found: dict[str, list[list[int]]] = {}
+        for line in file.read().splitlines() if file else []:
+            try:
+                self.found |= json.loads(line)
+            except (ValueError, TypeError):
+                continue  # half-written: that batch is made again
+
+    def keep(self, key: str, written: list[list[int]]) -> None:
+        """Add a finished batch; threads may do so at once."""
+        if self._file:  # the line break first: it ends a line that was left half-written
+            self._file.write(b"\n" + json.dumps({key: written}).encode())
+
+    @classmethod
+    @contextmanager
+    def beside(cls, path: Path, say: Say) -> Iterator[Journal]:
+        """The journal of what is being written to `path`; it goes when the context ends well.
+
+        Raises:
+            UserError: another process is writing to the same place.
+        """
+        place = path.with_name(f"{path.name}.journal")
+        with open(place, "a+b", buffering=0) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"corpus {path}: another process is writing it") from None
+            file.seek(0)
+            journal, done = cls(file), False
+            if journal.found:
+                say(f"corpus: going on after {len(journal.found)} finished batches in {place}")
+            try:
+                yield journal
+                done = True
+            finally:
+                if done or not file.tell():
+                    place.unlink()
+
+
 def write_corpus(
-    target: Target, prompts: Iterable[list[Message]] | None, config: CorpusConfig, seed: int, say: Say
+    target: Target,
+    prompts: Iterable[list[Message]] | None,
+    config: CorpusConfig,
+    seed: int,
+    say: Say,
+    journal: Journal | None = None,
 ) -> Iterator[dict]:
     """Have the target answer prompts, several at once, and yield the rows of a corpus file as they are done.
 
@@ -143,6 +201,7 @@ def write_corpus(
         config: the write_* settings, and max_length, which a prompt has to leave room in.
         seed: of everything that is sampled.
         say: where to tell about progress.
+        journal: keeps finished batches, and has those of an interrupted writing.
 
     Yields:
         JSON-able rows. Rows of one turn carry the very ids that the target wrote.
@@ -153,7 +212,7 @@ def write_corpus(
     """
     _check_room(target, config, config.write_prompt_tokens if prompts is None else 1)
     if prompts is None:
-        prompts = list(_self_prompts(target, config, seed, say))
+        prompts = list(_self_prompts(target, config, seed, say, journal))
     talks = [_Talk(_opening(prompt), [m for m in prompt if m["role"] == "user"]) for prompt in prompts]
     depth = 0
     while talks := [talk for talk in talks if talk.rest]:
@@ -176,6 +235,7 @@ def write_corpus(
             seed=(seed, 1 + depth),
             say=say,
             what=f"corpus: {len(room)} answers",
+            journal=journal,
         )
         for place, ids in written:
             talk = talks[room[place]]
@@ -248,15 +308,18 @@ def check_out(path: Path) -> None:
     """Refuse a name for a corpus file before hours are spent on its content.
 
     Raises:
-        UserError: wrong ending, or the folder can't be written.
+        UserError: wrong ending, a corpus or a recipe that stands there already, or a folder that can't be written.
     """
     if not path.name.endswith((".jsonl", ".jsonl.gz")):
         raise UserError(f"--out {path}: expected a .jsonl or .jsonl.gz file")
+    for there in (path, recipe_path(path)):
+        if there.exists():
+            raise UserError(f"--out {path}: {there} exists already, expected a new name")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {path}: can't be written ({error.strerror})") from error
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    if not os.access(path.parent, os.W_OK):
         raise UserError(f"--out {path}: can't be written")
 
 
@@ -352,11 +415,14 @@ def _source(config: CorpusConfig, target: Target, seed: int, say: Say) -> Path:
     if config.source == "self":
         made_by = recipe(target, config, seed) | {"max_length": config.max_length}
 
-        def make(folder: Path) -> None:
-            rows = write_corpus(target, None, config, seed, say)
-            write_file(folder / "corpus.jsonl.gz", rows, made_by)
+        place = cache_root() / "corpora" / f"self-{digest(made_by)}"
 
-        return made_once(cache_root() / "corpora" / f"self-{digest(made_by)}", make) / "corpus.jsonl.gz"
+        def make(folder: Path) -> None:
+            with Journal.beside(place, say) as journal:
+                rows = write_corpus(target, None, config, seed, say, journal)
+                write_file(folder / "corpus.jsonl.gz", rows, made_by)
+
+        return made_once(place, make) / "corpus.jsonl.gz"
     return expand(config.source)
 
 
@@ -507,7 +573,9 @@ def _check_room(target: Target, config: CorpusConfig, prompt: int) -> None:
         )
 
 
-def _self_prompts(target: Target, config: CorpusConfig, seed: int, say: Say) -> Iterator[list[Message]]:
+def _self_prompts(
+    target: Target, config: CorpusConfig, seed: int, say: Say, journal: Journal | None
+) -> Iterator[list[Message]]:
     """Prompts of the target's own: it continues an empty user turn until it ends it.
 
     Raises:
@@ -535,6 +603,7 @@ def _self_prompts(target: Target, config: CorpusConfig, seed: int, say: Say) -> 
             seed=(seed, 0, tried),
             say=say,
             what=f"corpus: {count} prompts, {len(seen)} of {wanted} kept so far",
+            journal=journal,
         )
         tried += count
         for _, ids in written:
@@ -565,6 +634,7 @@ def generate(
     seed: tuple[int, ...],
     say: Say,
     what: str,
+    journal: Journal | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
     """Continue many contexts, a batch at a time, each until it ends or reaches the limit.
 
@@ -580,6 +650,7 @@ def generate(
         seed: of the sampling; each batch has its own stream.
         say: where to tell about progress.
         what: what is being written.
+        journal: batches that it has are not written again.
 
     Yields:
         (index of the context, its new ids, the ending token included), batch by batch, shortest contexts first.
@@ -588,15 +659,22 @@ def generate(
     parts = [order[at : at + batch] for at in range(0, len(order), batch)]
     threads = torch.get_num_threads()
     workers = min(threads, len(parts)) if target.device.type == "cpu" else 1
+    journal = journal or Journal()
     rate = _Rate(say, what, steps=limit * len(parts))
 
     def run(number: int) -> list[tuple[int, list[int]]]:
         if workers > 1:
             torch.set_num_threads(1)
-        part = parts[number]
-        random = torch.Generator().manual_seed(int(digest([*seed, number])[:8], 16))
-        written = _continue(target, [contexts[i] for i in part], limit, temperature, random, rate)
-        return list(zip(part, written))
+        part = [contexts[i] for i in parts[number]]
+        key = digest([target.fingerprint, part, limit, temperature, *seed, number])
+        written = journal.found.pop(key, None)
+        if written is None:
+            random = torch.Generator().manual_seed(int(digest([*seed, number])[:8], 16))
+            written = _continue(target, part, limit, temperature, random, rate)
+            journal.keep(key, written)
+        else:
+            rate.skip(limit)
+        return list(zip(parts[number], written))
 
     with ThreadPoolExecutor(max(1, workers)) as pool:
         try:
@@ -686,3 +764,8 @@ class _Rate:
             minutes, seconds = divmod(round(spent * (self.total / self.steps - 1)), 60)
             text = f"{self.what}: {self.steps / self.total:.0%}, {self.tokens / spent:.0f} tokens/s"
             self.say(f"{text}, at most {minutes}:{seconds:02d} left", doing=text)
+
+    def skip(self, steps: int) -> None:
+        """There are fewer steps to take."""
+        with self.lock:
+            self.total -= steps

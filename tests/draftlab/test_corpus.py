@@ -404,6 +404,80 @@ def test_an_interrupted_write_leaves_nothing_and_spoils_nothing(tmp_path):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
+SMALL = ["target.model=tiny", "target.dtype=float32", "corpus.write_response_tokens=8", "corpus.write_batch=2"]
+
+
+def build(out, *more):
+    return build_corpus.main(["--out", str(out), *SMALL, "corpus.write_conversations=6", *more])
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """How many batches were written; the one numbered `dies_at` is interrupted."""
+
+    class Batches:
+        count, dies_at = 0, None
+
+    now, real = Batches(), corpus._continue
+
+    def counted(*args):
+        now.count += 1
+        if now.count == now.dies_at:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(corpus, "_continue", counted)
+    return now
+
+
+@pytest.mark.parametrize("damage", [b"", b'\n{"0123', b"\n[3]"])
+def test_an_interrupted_writing_goes_on_when_the_command_is_repeated(tiny, tmp_path, batches, capsys, damage):
+    build(tmp_path / "whole.jsonl")
+    whole = batches.count
+    assert whole > 4  # prompts, and three batches of answers
+    for dies_at in (2, whole - 1):
+        batches.count, batches.dies_at = 0, dies_at
+        with pytest.raises(KeyboardInterrupt):
+            build(tmp_path / "c.jsonl")
+        with (tmp_path / "c.jsonl.journal").open("ab") as file:
+            file.write(damage)
+        batches.dies_at = None
+        assert build(tmp_path / "c.jsonl") == 0 and batches.count == whole + 1  # the interrupted one came twice
+        assert "finished batches" in capsys.readouterr().out
+        assert {file.name for file in tmp_path.glob("c.*")} == {"c.jsonl", "c.yaml"}
+        assert (tmp_path / "c.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+        (tmp_path / "c.jsonl").unlink(), (tmp_path / "c.yaml").unlink()
+
+
+def test_a_journal_of_other_settings_is_of_no_use(tmp_path, batches):
+    build(tmp_path / "whole.jsonl", "seed=1")
+    whole, batches.count, batches.dies_at = batches.count, 0, 4
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path / "c.jsonl")
+    batches.count, batches.dies_at = 0, None
+    build(tmp_path / "c.jsonl", "seed=1")
+    assert batches.count == whole
+    assert (tmp_path / "c.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_an_interrupted_corpus_in_the_cache_goes_on_too(tiny, tmp_path, monkeypatch, batches):
+    monkeypatch.setenv("DRAFTLAB_CACHE", str(tmp_path))
+    config, batches.dies_at = settings(source="self", write_conversations=6), 3
+    with pytest.raises(KeyboardInterrupt):
+        load_corpus(config, tiny, 0, quiet)
+    said, batches.dies_at = [], None
+    read = load_corpus(config, tiny, 0, lambda text, doing=None: said.append(text))
+    assert len(read.rows) == 6 and any("going on after" in text for text in said)
+    assert not list((tmp_path / "corpora").glob("*.journal"))
+
+
+def test_a_file_that_another_process_writes_is_refused(tmp_path):
+    with corpus.Journal.beside(tmp_path / "c.jsonl", quiet):
+        with pytest.raises(UserError, match="c.jsonl: another process is writing it"):
+            build(tmp_path / "c.jsonl")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "row, said",
     [
@@ -431,21 +505,22 @@ def test_a_row_without_a_prompt_is_named(tmp_path, row):
 def test_the_script_writes_a_corpus_that_loads_and_a_recipe_that_says_how(tiny, tmp_path, capsys):
     prompts = save(tmp_path / "prompts.jsonl", [{"prompt": f"question {i}"} for i in range(5)])
     out = tmp_path / "new" / "corpus.jsonl.gz"
-    small = ["target.model=tiny", "target.dtype=float32", "corpus.write_response_tokens=8", "corpus.write_batch=2"]
-    assert build_corpus.main(["--prompts", prompts, "--out", str(out), *small, "corpus.write_conversations=4"]) == 0
+    assert build(out, "--prompts", prompts, "corpus.write_conversations=4") == 0
     read = load(tiny, str(out))
     assert [row.messages[0]["content"] for row in read.rows] == [f"question {i}" for i in range(4)]
     recipe = yaml.safe_load(out.with_name("corpus.yaml").read_text())
     assert recipe["target"] == {"name": "tiny", "revision": None, "fingerprint": tiny.fingerprint}
     assert (recipe["conversations"], recipe["seed"], recipe["prompts"]) == (4, 0, prompts)
     assert recipe["supervised_tokens"] == sum(int(row.supervised.sum()) for row in read.rows)
-    assert recipe["command"].startswith("python experiments/build_corpus.py --prompts")
+    assert recipe["command"].startswith("python experiments/build_corpus.py --out")
     assert "wrote 4 conversations" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("out", ["corpus.txt", "file/corpus.jsonl"])
+@pytest.mark.parametrize("out", ["corpus.txt", "file/corpus.jsonl", "file.jsonl", "folder.jsonl", "recipe.jsonl.gz"])
 def test_the_script_refuses_a_place_it_can_not_write_before_any_work(tmp_path, out):
-    (tmp_path / "file").write_text("")
+    for name in ("file", "file.jsonl", "recipe.yaml"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(UserError, match="--out"):
         build_corpus.main(["--out", str(tmp_path / out), "target.model=/no/such/target"])
 
