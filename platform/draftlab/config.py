@@ -48,8 +48,8 @@ class CorpusConfig(Section):
     source: str = "packaged"
     """`packaged` (made by the packaged target), `self` (the target writes it now, once, into the cache), or a
     .jsonl / .jsonl.gz file written by experiments/build_corpus.py or holding {"messages": [...]} rows."""
-    conversations: Annotated[int, Field(ge=1)] | None = None
-    """Use this many conversations, chosen by hash; None is all."""
+    conversations: Annotated[int, Field(ge=2)] | None = None
+    """Use this many conversations, chosen by hash, one of them to hold out at least; None is all."""
     max_length: Annotated[int, Field(ge=8)] = 256
     """Tokens kept of a conversation; the rest is cut off."""
     heldout: Annotated[float, Field(gt=0, lt=1)] = 0.1
@@ -197,7 +197,7 @@ class ClusterConfig(Section):
 class Run(Section):
     """Everything that defines a run."""
 
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Data order, anchors, initial weights."""
     target: TargetConfig = TargetConfig()
     corpus: CorpusConfig = CorpusConfig()
@@ -285,11 +285,13 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path in seen:
         raise UserError(f"{path}: `extends` runs in a circle")
     try:
-        data = _from_yaml(path.read_text(encoding="utf-8")) or {}
+        data = _from_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"config {path}: cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"config {path}: not valid YAML ({' '.join(str(error).split())})") from error
+    if data is None:
+        data = {}
     if not isinstance(data, dict):
         raise UserError(f"config {path}: expected a mapping of sections, got {type(data).__name__}")
     base = data.pop("extends", None)
@@ -321,7 +323,10 @@ _Loader.add_implicit_resolver(
 
 
 def _from_yaml(text: str) -> Any:
-    return yaml.load(text, _Loader)  # a SafeLoader: data only
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader: data only
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:  # "0b_", "!!bool x", "[[[[..."
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -338,7 +343,7 @@ def _parse(item: str) -> tuple[str, Any]:
         raise UserError(f"override {item!r}: expected section.key=value")
     try:
         return key, _from_yaml(text)
-    except (yaml.YAMLError, ValueError) as error:
+    except yaml.YAMLError as error:
         raise UserError(f"override {item!r}: the value is not valid YAML") from error
 
 

@@ -54,7 +54,7 @@ def test_extending_anything_but_a_file_beside_it_is_refused(tmp_path, text):
     refusal(path=written(tmp_path, text))
 
 
-@pytest.mark.parametrize("text", ["a: [1", "- just\n- a list", "word", "\x00", "seed: 0b_", "!!python/object/apply:os.getcwd []"])
+@pytest.mark.parametrize("text", ["a: [1", "- just\n- a list", "word", "\x00", "seed: 0b_", "seed: !!bool x", "[" * 9999, "false", "!!python/object/apply:os.getcwd []"])
 def test_broken_yaml_is_refused_and_never_executed(tmp_path, text):
     path = written(tmp_path, text)
     assert str(path) in refusal(path=path)
@@ -136,6 +136,8 @@ WRONG = [
     "tracking.log_checkpoints=1",
     "cluster.gpus_per_worker=some",
     "seed=-1",
+    "seed=9223372036854775808",
+    "corpus.conversations=1",
     "seed=null",
 ]
 
