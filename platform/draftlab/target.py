@@ -287,10 +287,16 @@ def load_target(config: TargetConfig) -> Target:
     # SDPA has no logit soft-capping inside attention (gemma2).
     attention = "eager" if getattr(text_config, "attn_logit_softcapping", None) else "sdpa"
     with _reading(config.model):
-        model = AutoModelForCausalLM.from_pretrained(
-            source, revision=revision, dtype=getattr(torch, config.dtype), attn_implementation=attention
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            source, revision=revision, trust_remote_code=False, dtype=getattr(torch, config.dtype),
+            attn_implementation=attention, output_loading_info=True,
         )
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+    if loading["missing_keys"]:  # transformers fills them with random numbers
+        some = ", ".join(sorted(loading["missing_keys"])[:3])
+        raise UserError(f"target {config.model}: its files lack {len(loading['missing_keys'])} weights, such as {some}")
+    if not hasattr(model.get_decoder(), "layers"):
+        raise UserError(f"target {config.model}: expected a decoder with .layers, got {type(model).__name__}")
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise UserError(f"target {config.model}: expected an lm_head without bias, got one with a bias")
     model = model.to(device)
@@ -308,7 +314,7 @@ def load_target_config(config: TargetConfig) -> PreTrainedConfig:
     """
     source, revision = _locate(config)
     with _reading(config.model):
-        text_config = AutoConfig.from_pretrained(source, revision=revision).get_text_config()
+        text_config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False).get_text_config()
     kinds = set(getattr(text_config, "layer_types", None) or ()) - ATTENTION_KINDS
     if kinds:
         raise UserError(f"target {config.model}: expected attention layers only, got {', '.join(sorted(kinds))}")
@@ -428,15 +434,14 @@ def _reading(name: str) -> Iterator[None]:
     """Turn what transformers says about a missing or broken model into one line."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        if isinstance(error, UserError):
-            raise
+    except Exception as error:  # a reader of many formats raises what it likes
         raise UserError(f"target {name}: can't be loaded ({_line(error)})") from error
 
 
 def _line(error: Exception) -> str:
-    """The first line of a message."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of a message; the next one too where that only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def find_device(name: str) -> torch.device:
@@ -448,7 +453,9 @@ def find_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=name).device
+        probe = torch.zeros(1, device=name)
+        probe.item()  # `meta` has no numbers
+        return probe.device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"target.device: {name} is not usable here ({_line(error)})") from error
 

@@ -1,6 +1,9 @@
 """The target: its layers against transformers' own tuple, its ends against its own logits, on several architectures."""
 
+import json
+import os
 import resource
+import shutil
 import threading
 
 import huggingface_hub
@@ -15,6 +18,8 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -270,9 +275,52 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
         load_target(TargetConfig(model=str(tmp_path)))
 
 
-def test_an_unknown_device_is_refused():
-    with pytest.raises(UserError, match="target.device: nonsense"):
-        load_target(TargetConfig(model="/no/such/place", device="nonsense"))  # before anything is read
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the tiny target's folder, which a test may damage."""
+    return shutil.copytree(load_target_config(TargetConfig(model="tiny"))._name_or_path, tmp_path / "copy")
+
+
+def rewrite(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda folder: os.truncate(folder / "model.safetensors", 1000), "can't be loaded .*header"),  # cut short
+        (lambda folder: os.truncate(folder / "model.safetensors", 0), "can't be loaded .*header"),
+        (lambda folder: (folder / "config.json").write_text("{"), "can't be loaded .*JSON"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "can't be loaded"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "can't be loaded .* one of: [^)]"),
+        (lambda folder: rewrite(folder, hidden_size=128), "can't be loaded"),
+        (lambda folder: rewrite(folder, num_attention_heads=3), "can't be loaded .*not a multiple"),
+        (lambda folder: rewrite(folder, num_hidden_layers="4"), "can't be loaded .*expected int"),
+        (lambda folder: rewrite(folder, dtype="nonsense"), "can't be loaded"),
+        (lambda folder: rewrite(folder, num_hidden_layers=6), "lack 18 weights, such as model.layers.4"),
+        (lambda folder: rewrite(folder, tie_word_embeddings=False), "lack 1 weights, such as lm_head"),
+        (lambda folder: rewrite(folder, model_type="own", auto_map={"AutoConfig": "x.Y"}), "can't be loaded .*code"),
+    ],
+)
+def test_a_damaged_target_is_one_clear_line(copy, damage, message):
+    damage(copy)
+    with pytest.raises(UserError, match=f"^target {copy}: .*{message}") as caught:
+        load_target(TargetConfig(model=str(copy)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_whose_layers_stand_elsewhere_is_refused(tiny, tmp_path):
+    tiny.tokenizer.save_pretrained(tmp_path)
+    GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="expected a decoder with .layers, got GPT2LMHeadModel"):
+        load_target(TargetConfig(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize("device", ["nonsense", "meta"])
+def test_a_device_that_can_not_be_used_is_refused_before_anything_is_read(device):
+    with pytest.raises(UserError, match=f"target.device: {device}"):
+        load_target(TargetConfig(model="/no/such/place", device=device))
 
 
 # ---- tapped layers
