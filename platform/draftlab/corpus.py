@@ -17,8 +17,10 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -430,20 +432,24 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict]]:
     """(line number, row) of every line that isn't blank."""
     number = 0
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        kind = type(row).__name__
-                        raise UserError(f"corpus {path}, line {number}: expected a JSON object, got {kind}")
-                    yield number, row
-    except json.JSONDecodeError as error:
-        raise UserError(f"corpus {path}, line {number}: not valid JSON ({error.msg})") from error
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+                    yield number, _object(line, f"{path}, line {number}")
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"corpus {path}, line {number + 1}: can't be read ({error})") from error
     except OSError as error:
         raise UserError(f"corpus {path}: can't be read ({error.strerror or error})") from error
+
+
+def _object(line: str, where: str) -> dict:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"corpus {where}: not valid JSON ({getattr(error, 'msg', error)})") from error
+    if not isinstance(row, dict):
+        raise UserError(f"corpus {where}: expected a JSON object, got {type(row).__name__}")
+    return row
 
 
 def _row(data: dict, where: str, target: Target, max_length: int, check: bool) -> Row:
@@ -451,34 +457,52 @@ def _row(data: dict, where: str, target: Target, max_length: int, check: bool) -
     messages = data.get("messages")
     if not isinstance(messages, list) or not messages or not all(_is_message(m) for m in messages):
         raise UserError(f'corpus {where}: expected "messages", a list of {{"role", "content"}}')
-    try:
-        if "ids" in data:
-            ids, spans = data["ids"], [(int(start), int(end)) for start, end in data["supervised"]]
-            ids = np.asarray(ids, dtype=np.int32).reshape(-1)
+    if messages[0]["role"] == "assistant":
+        raise UserError(f"corpus {where}: expected a conversation that a user or a system prompt begins")
+    if "ids" in data:
+        try:
+            ids, spans = _integers(data["ids"], 1), _integers(data["supervised"], 2)
             wrong = any(not 0 <= start <= end <= len(ids) for start, end in spans)
-        else:
+        except (KeyError, TypeError, ValueError):
+            wrong = True
+        if wrong:
+            raise UserError(f'corpus {where}: expected "ids", integers, and "supervised", [start, end] spans of them')
+    else:
+        try:
             ids, spans = encode(target, messages)
-            ids, wrong = np.asarray(ids, dtype=np.int32), False
-    except (KeyError, TypeError, OverflowError, ValueError) as error:
-        if isinstance(error, UserError):
+        except UserError as error:
             raise UserError(f"corpus {where}: {error}") from error
-        wrong = True
-    if wrong:
-        raise UserError(f'corpus {where}: expected "ids", integers, and "supervised", [start, end] spans of them')
-    if len(ids) and not (ids.min() >= 0 and ids.max() < target.vocab_size):
+        ids = np.asarray(ids, dtype=np.int64)
+    beyond = ids[(ids < 0) | (ids >= target.vocab_size)]
+    if len(beyond):
         raise UserError(
-            f"corpus {where}: token id {ids.max()} is beyond the target's {target.vocab_size}; another target wrote it"
+            f"corpus {where}: token id {beyond[0]} is beyond the target's {target.vocab_size}; another target wrote it"
         )
     if check and "ids" in data and not _same_words(target, messages, ids, spans):
         raise UserError(f"corpus {where}: its tokens don't spell its messages; another target wrote it")
     supervised = np.zeros(len(ids), dtype=bool)
     for start, end in spans:
         supervised[start:end] = True
-    return Row(ids[:max_length], supervised[:max_length], tuple(messages), _key(messages))
+    return Row(ids[:max_length].astype(np.int32), supervised[:max_length], tuple(messages), _key(messages))
+
+
+def _integers(values: object, ndim: int) -> np.ndarray:
+    """A JSON list of integers, or of lists of them; anything else is a TypeError or a ValueError."""
+    array = np.asarray(values)
+    if not array.size:
+        return np.zeros((0,) * ndim, dtype=np.int64)
+    if array.dtype.kind != "i" or array.ndim != ndim:
+        raise TypeError
+    return array
 
 
 def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    return isinstance(message, dict) and all(_is_text(message.get(key)) for key in ("role", "content"))
+
+
+def _is_text(value: object) -> bool:
+    """A string without half a surrogate pair, which JSON may hold and no tokenizer takes."""
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
 def _same_words(target: Target, messages: Sequence[Message], ids: np.ndarray, spans: Sequence[tuple[int, int]]) -> bool:
@@ -555,7 +579,7 @@ class _Talk:
 def _opening(messages: Sequence[Message]) -> list[Message]:
     """What stands before the first user turn: a system prompt, or nothing."""
     first = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
-    return list(messages[:first])
+    return [m for m in messages[:first] if m["role"] != "assistant"]
 
 
 def _check_room(target: Target, config: CorpusConfig, prompt: int) -> None:

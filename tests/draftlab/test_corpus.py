@@ -162,6 +162,14 @@ def test_several_turns_are_answered_one_after_another_and_old_answers_replaced(t
             assert row["ids"][start:end] == alone(tiny, row["ids"][:start], 100)
 
 
+def test_words_of_the_assistant_before_the_first_question_are_no_part_of_it(tiny):
+    prompts = [[assistant("OLD"), user("one")], [{"role": "system", "content": "S"}, assistant("OLD"), user("two")]]
+    rows = list(write_corpus(tiny, prompts, settings(), 0, quiet))
+    assert [[m["role"] for m in row["messages"]] for row in rows] == [
+        ["user", "assistant"], ["system", "user", "assistant"],
+    ]
+
+
 def test_prompts_that_leave_no_room_are_left_out_and_counted(tiny):
     said = []
     prompts = [[user("short")], [user("long " * 40)]]
@@ -330,7 +338,12 @@ def test_the_fingerprint_follows_the_tokens(tiny, tmp_path):
         (json.dumps({**talk(1), "ids": ["a"], "supervised": []}), 'line 2: expected "ids"'),
         (json.dumps({**talk(1), "ids": [1]}), 'line 2: expected "ids"'),
         (json.dumps({**talk(1), "ids": [1, 300], "supervised": [[0, 1]]}), "line 2: token id 300 is beyond .* 300;"),
+        (json.dumps({**talk(1), "ids": [-1, 2], "supervised": [[0, 1]]}), "line 2: token id -1 is beyond .* 300;"),
         (json.dumps({**talk(1), "ids": [65, 66], "supervised": [[0, 1]]}), "line 2: its tokens don't spell"),
+        (json.dumps({"messages": [assistant("hi"), *talk(1)["messages"]]}), "line 2: expected a conversation that a user"),
+        (json.dumps({"messages": [user("half a pair \ud800"), assistant("b")]}), 'line 2: expected "messages"'),
+        ("[" * 9999, "line 2: not valid JSON"),
+        ('{"messages": ' + "1" * 5000 + "}", "line 2: not valid JSON"),
     ],
 )
 def test_a_broken_line_is_named(tiny, tmp_path, line, message):
@@ -339,6 +352,19 @@ def test_a_broken_line_is_named(tiny, tmp_path, line, message):
     with pytest.raises(UserError, match=message) as caught:
         load(tiny, str(path))
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ids": [65.5, 66]}, {"ids": ["65", "66"]}, {"ids": [True, False]}, {"ids": [[65, 66]]}, {"ids": 65},
+        {"supervised": [[0.5, 1.5]]}, {"supervised": ["01"]}, {"supervised": [0, 1]}, {"supervised": [True, False]},
+    ],
+)
+def test_tokens_that_are_no_integers_are_refused_wherever_they_stand(tiny, tmp_path, wrong):
+    rows = [talk(i) for i in range(20)] + [{**talk(20), "ids": [65, 66], "supervised": [[0, 1]], **wrong}]
+    with pytest.raises(UserError, match='line 21: expected "ids", integers'):
+        load(tiny, save(tmp_path / "c.jsonl", rows))
 
 
 @pytest.mark.parametrize(
@@ -364,6 +390,23 @@ def test_a_file_that_is_not_there_or_cut_short_is_one_clear_line(tiny, tmp_path)
     (tmp_path / "half.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="half.jsonl.gz, line .*can't be read"):
         load(tiny, str(tmp_path / "half.jsonl.gz"))
+
+
+@pytest.mark.parametrize("at", range(20, 400, 20))
+def test_a_compressed_file_with_a_damaged_byte_is_one_clear_line(tiny, tmp_path, at):
+    random = np.random.default_rng(0)
+    rows = [talk(i, str(random.integers(10**9))) for i in range(100)]
+    data = bytearray(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    data[at] ^= 0xFF
+    (tmp_path / "c.jsonl.gz").write_bytes(data)
+    with pytest.raises(UserError, match="c.jsonl.gz, line"):
+        load(tiny, str(tmp_path / "c.jsonl.gz"))
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tiny, tmp_path):
+    plain = save(tmp_path / "a.jsonl", [talk(i) for i in range(4)])
+    (tmp_path / "b.jsonl").write_text((tmp_path / "a.jsonl").read_text(), encoding="utf-8-sig")
+    assert load(tiny, str(tmp_path / "b.jsonl")).fingerprint == load(tiny, plain).fingerprint
 
 
 def test_the_packaged_corpus_is_for_the_packaged_target_only(tiny):
