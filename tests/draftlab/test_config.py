@@ -54,7 +54,10 @@ def test_extending_anything_but_a_file_beside_it_is_refused(tmp_path, text):
     refusal(path=written(tmp_path, text))
 
 
-@pytest.mark.parametrize("text", ["a: [1", "- just\n- a list", "word", "\x00", "seed: 0b_", "seed: !!bool x", "[" * 9999, "false", "!!python/object/apply:os.getcwd []"])
+BROKEN = ["a: [1", "- just\n- a list", "word", "false", "\x00", "seed: 0b_", "seed: !!bool x", "[" * 9999]
+
+
+@pytest.mark.parametrize("text", [*BROKEN, "!!python/object/apply:os.getcwd []"])
 def test_broken_yaml_is_refused_and_never_executed(tmp_path, text):
     path = written(tmp_path, text)
     assert str(path) in refusal(path=path)

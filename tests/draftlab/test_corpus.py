@@ -340,7 +340,7 @@ def test_the_fingerprint_follows_the_tokens(tiny, tmp_path):
         (json.dumps({**talk(1), "ids": [1, 300], "supervised": [[0, 1]]}), "line 2: token id 300 is beyond .* 300;"),
         (json.dumps({**talk(1), "ids": [-1, 2], "supervised": [[0, 1]]}), "line 2: token id -1 is beyond .* 300;"),
         (json.dumps({**talk(1), "ids": [65, 66], "supervised": [[0, 1]]}), "line 2: its tokens don't spell"),
-        (json.dumps({"messages": [assistant("hi"), *talk(1)["messages"]]}), "line 2: expected a conversation that a user"),
+        (json.dumps({"messages": [assistant("hi"), *talk(1)["messages"]]}), "line 2: expected a conversation"),
         (json.dumps({"messages": [user("half a pair \ud800"), assistant("b")]}), 'line 2: expected "messages"'),
         ("[" * 9999, "line 2: not valid JSON"),
         ('{"messages": ' + "1" * 5000 + "}", "line 2: not valid JSON"),

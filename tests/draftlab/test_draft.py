@@ -169,7 +169,7 @@ def test_a_gemma3_like_target_lends_its_full_attention_rope():
         (dict(target_layer_ids=[-1]), "got -1"),
         (dict(target_layer_ids=[1, 1]), "more than once"),
         (dict(target_layer_ids=[]), "at least one"),
-        (dict(target_layer_ids=None, num_target_layers=4), "more than once"),
+        (dict(target_layer_ids=None, num_target_layers=4), "has 2 to spread over"),
         (dict(mask_token_id=VOCABULARY), f"below the target's {VOCABULARY}"),
         (dict(mask_token_id=-1), "got -1"),
         (dict(init="target_layers", num_hidden_layers=6), "6 draft layers"),
