@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftlab.config import Run
 from draftlab.corpus import load_corpus, read_lines
 from draftlab.errors import UserError, first_line
-from draftlab.target import Target
+from draftlab.target import Target, expand
 
 Say = Callable[..., None]
 Message = dict  # {"role": str, "content": str}
@@ -195,7 +194,7 @@ def _message(said: Any, where: str) -> Message:
 
 
 def _is_file(source: str) -> bool:
-    return source.endswith((".jsonl", ".jsonl.gz")) or Path(source).expanduser().is_file()
+    return source.endswith((".jsonl", ".jsonl.gz")) or expand(source).is_file()
 
 
 def _prompts(source: str) -> Iterator[Prompt]:
@@ -207,7 +206,7 @@ def _prompts(source: str) -> Iterator[Prompt]:
         for number, row in enumerate(_hub_rows(source, *SETS[source][:3]), 1):
             yield Prompt(source, f"prompts {source}, row {number}", tuple(SETS[source].turns(row)))
     elif _is_file(source):
-        path = Path(source).expanduser()
+        path = expand(source)
         domain = path.name.removesuffix(".gz").removesuffix(".jsonl")
         for number, row in read_lines(path, "prompts"):
             yield from_row(row, domain, f"prompts {source}, line {number}")

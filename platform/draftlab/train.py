@@ -31,7 +31,7 @@ from draftlab.errors import UserError
 from draftlab.features import Batch, Features
 from draftlab.init import check_layers, initialise
 from draftlab.loss import cross_entropy
-from draftlab.target import Ends, Head, Target, load_target, load_target_config
+from draftlab.target import Ends, Head, Target, check_layer_ids, find_device, load_target, load_target_config
 
 REPORT_SECONDS = 5.0
 """Between two reports of a running loop."""
@@ -75,12 +75,22 @@ def prepare(runs: dict[str, Run], say: Callable[..., None]) -> Prepared:
         UserError: naming the run that is wrong, before any long work.
     """
     first = next(iter(runs.values()))
+    device = find_device(first.target.device)
     shape = load_target_config(first.target)
-    layers: set[int] = set(first.features.layers or ())
+    layers: set[int] = set()
+    if first.features.layers is not None:
+        layers.update(check_layer_ids(first.features.layers, shape.num_hidden_layers, "features.layers"))
     for name, run in runs.items():
         if (run.target, run.corpus, run.features) != (first.target, first.corpus, first.features):
             raise UserError(f"trial {name}: target, corpus and features must be the same for all trials")
         try:
+            if run.cluster.address == "local":  # elsewhere the workers may have a GPU that the driver lacks
+                _check_attention(run, device)
+            if run.draft.block_size > run.corpus.max_length:
+                raise UserError(
+                    f"draft.block_size: expected at most corpus.max_length={run.corpus.max_length}, "
+                    f"got {run.draft.block_size}"
+                )
             layers.update(adapt(shape, run.draft, mask_token_id=0).target_layer_ids)
         except UserError as error:
             raise UserError(f"trial {name}: {error}") from error
@@ -114,6 +124,11 @@ def prepare(runs: dict[str, Run], say: Callable[..., None]) -> Prepared:
         vocabulary=frequent_tokens(corpus, max(run.draft.vocab or 0 for run in runs.values()), target.vocab_size),
         provenance=checkpoint.provenance(),
     )
+
+
+def _check_attention(run: Run, device: torch.device) -> None:
+    if run.draft.attention == "flex" and device.type == "cpu":
+        raise UserError("draft.attention=flex: can't be trained on a CPU, expected auto, split or dense")
 
 
 def frequent_tokens(corpus: Corpus, count: int, vocab_size: int) -> tuple[int, ...]:
@@ -211,8 +226,7 @@ class _Loop:
         self.main = rank == 0
         target = load_target(run.target)
         self.device = target.device
-        if run.draft.attention == "flex" and self.device.type == "cpu":
-            raise UserError("draft.attention=flex: can't be trained on a CPU, expected auto, split or dense")
+        _check_attention(run, self.device)
         spec = adapt(target.config, run.draft, target.mask_token_id)
         self.data = self._open(target, spec)
         self.draft = Draft(spec, run.draft.attention)
