@@ -18,10 +18,13 @@ def target():
     return load_target(TargetConfig(model="tiny", dtype="float32", device="cpu"))
 
 
-@pytest.fixture(scope="module")
-def draft(target):
+HEADS = {"variant": "dspark", "markov_head": "rnn", "markov_rank": 8}
+
+
+@pytest.fixture(scope="module", params=[{}, {"variant": "dflare"}, HEADS], ids=["dflash", "dflare", "dspark"])
+def draft(target, request):
     """A draft that is right now and then: it begins as the target's last layers."""
-    config = DraftConfig(block_size=4, num_hidden_layers=1, target_layer_ids=[0, 2])
+    config = DraftConfig(block_size=4, num_hidden_layers=1, target_layer_ids=[0, 2], **request.param)
     made = Draft(adapt(target.config, config, target.mask_token_id))
     sample = torch.tensor([target.chat([{"role": "user", "content": "What is there to see in a town by the sea?"}])])
     initialise(made, target, "target_layers", 0, sample)
