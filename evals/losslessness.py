@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draws", type=int, default=200_000, help="texts of the tiny target; 0 skips the test")
     parser.add_argument("--samples", type=int, default=1000, help="texts of the checkpoint's target; 0 skips the test")
     args = parser.parse_args(argv)
+    if min(args.draws, args.samples) < 0:
+        parser.error(f"--draws and --samples: expected 0 or more, got {args.draws} and {args.samples}")
     overrides = [*args.overrides, f"target.dtype={args.dtype}"]
     base = config.load(args.config or config.DEFAULT_CONFIG, overrides)
 
