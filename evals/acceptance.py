@@ -1,13 +1,16 @@
 """Question: how many tokens does a round of this draft commit, and how much faster is decoding with it?
 
-Varies: nothing; one draft against its target alone, prompt by prompt, in one process.
+Varies: nothing, or the block size that is decoded with; target and drafts decode batch by batch, in one process.
 Run:    python evals/acceptance.py --ckpt CKPT
-        python evals/acceptance.py --ckpt CKPT --prompts humaneval:40 eval.repeats=3 target.dtype=float32
-        python evals/acceptance.py --ckpt z-lab/Qwen3-8B-DFlash-b16 --prompts humaneval target.model=Qwen/Qwen3-8B
-    CKPT is a checkpoint folder, an MLflow run id or models:/ URI, or the hub id of a published DFlash draft. The
-    configuration is the checkpoint's own (a published draft has none), unless --config gives another.
-Writes: results.json, survival.png and first_failure.png under --out (default outputs/acceptance/<UTC time>), and an
-    MLflow run with the same.
+        python evals/acceptance.py --ckpt CKPT --prompts humaneval:40,chat.jsonl eval.repeats=3 target.dtype=float32
+        python evals/acceptance.py --ckpt CKPT --block-sizes 2,4,8,16 eval.batch_size=4
+        python evals/acceptance.py --ckpt CKPT eval.temperature=1 eval.top_p=0.95 eval.mode=greedy_draft
+        python evals/acceptance.py --ckpt z-lab/Qwen3-8B-DFlash-b16 --prompts gsm8k target.model=Qwen/Qwen3-8B
+    CKPT is a checkpoint folder, an MLflow run id or models:/ URI, or the hub id of a published DFlash draft. Several
+    --ckpt with --block-sizes give the table of trained by decoded block size. The configuration is the first
+    checkpoint's own (a published draft has none), unless --config gives another.
+Writes: results.json, breakdown.csv (by domain, turn, context length and position), traces.jsonl and figures under --out
+    (default outputs/acceptance/<UTC time>), and an MLflow run with the same, linked to the checkpoint's training run.
 Cost:   two decodings of each prompt; about 2 minutes for the default 16 prompts on two CPU cores.
 Source: greedy protocol and metrics of arXiv:2602.06036, as platform/draftlab/metrics.py defines them.
 Exit:   0; 1 if a prompt failed, or in float32 an output was not the target's own; 2 for what the user can mend.
@@ -17,57 +20,43 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 
 from draftlab import cli, config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = cli.run_parser(__doc__)
-    parser.set_defaults(config=None)
-    parser.add_argument("--ckpt", required=True, help="folder, MLflow run id, models:/ URI, or hub id")
-    parser.add_argument("--prompts", default="heldout", help="heldout, humaneval or a .jsonl file; :N takes N of them")
-    parser.add_argument("--out", type=Path, help="results folder")
+    parser = cli.eval_parser(__doc__)
+    parser.add_argument("--block-sizes", type=cli.integers, help="decode with each of these, such as 2,4,8,16")
     args = parser.parse_args(argv)
-    out = args.out or Path("outputs/acceptance") / datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+    out = cli.out_folder("acceptance", args)
     base = config.load(args.config or config.DEFAULT_CONFIG, args.overrides)
 
     with cli.Progress("loading the draft and its target") as say, tempfile.TemporaryDirectory() as fetched:
-        say(f"acceptance of {args.ckpt}")
+        say(f"acceptance of {', '.join(args.ckpt)}")
         from draftlab import drafts, evaluation, report  # slow: after the first line is out
-        from draftlab.target import load_target
+        from draftlab.prompts import load_prompts
         from draftlab.tracking import Store
 
         report.check_folder(out)
         store = Store(base.tracking, Path("outputs"))
-        draft, info, run = drafts.load_draft(args.ckpt, args.config, args.overrides, store, Path(fetched))
-        target = load_target(run.target)
-        drafts.check_target(draft, info, target)
-        say(f"draft {info.hash} with blocks of {draft.spec.block_size}, target {target.name} in {run.target.dtype}")
-        prompts = [target.chat(messages) for messages in evaluation.load_prompts(args.prompts, run, target, say)]
-
-        params = run.flat() | {"ckpt": args.ckpt, "checkpoint": info.hash, "prompts": args.prompts}
-        run_id = store.start_run(f"acceptance {info.hash}", key=f"acceptance/{out.absolute()}", params=params)
-        try:
-            named = {args.ckpt: draft.to(target.device, target.dtype)}
-            (result,) = evaluation.evaluate(
-                target, named, prompts, run.eval, say, run.seed, {args.ckpt: info.hash}
-            ).values()
-            report.write_evaluation({args.ckpt: result}, out)
-            data = (args.prompts, result.provenance["prompts_hash"])
-            store.log_dataset(run_id, *data, source=args.prompts, context="evaluation")
-            store.log_metrics(run_id, result.metrics, dataset=data)
-            store.log_table(run_id, result.prompts, "prompts.csv")
-            store.log_artifacts(run_id, out)
-        except BaseException as error:
-            status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
-            store.end_run(run_id, status, f"{type(error).__name__}: {error}")
-            raise
-        store.end_run(run_id, "FINISHED")
-        say(f"done\n{evaluation.describe(result)}\nresults: {out}\nMLflow run {run_id}: {store.ui_command}")
-    wrong = run.target.dtype == "float32" and result.metrics["divergences"] > 0
-    return 1 if result.metrics["failed"] or wrong else 0
+        field = drafts.load_field(args.ckpt, args.config, args.overrides, store, Path(fetched), say)
+        run, target = field.run, field.target
+        prompts = load_prompts(args.prompts, run, target, say)
+        hashes = ", ".join(field.hashes.values())
+        params = run.flat() | {"ckpt": ", ".join(args.ckpt), "checkpoint": hashes, "prompts": args.prompts}
+        with store.run(f"acceptance {hashes}", key=f"acceptance/{out.absolute()}", params=params) as run_id:
+            found = evaluation.evaluate(
+                target, field.drafts, prompts, run.eval, say, run.seed, field.hashes, args.block_sizes
+            )
+            report.write_evaluation(found, out)
+            store.log_evaluations(run_id, found, args.prompts, field.folders, out)
+        for name, result in found.items():
+            say(f"{name}\n{evaluation.describe(result)}")
+        if len(found) > 1:
+            say(f"trained by decoded block size\n{report.block_size_table(report.by_block_size(found))}")
+        say(f"results: {out}\nMLflow run {run_id}: {store.ui_command}")
+    return evaluation.exit_code(found.values())
 
 
 if __name__ == "__main__":

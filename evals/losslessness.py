@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with cli.Progress("loading the draft and its target") as say, tempfile.TemporaryDirectory() as fetched:
         say(f"losslessness of {args.ckpt} in {args.dtype}")
-        from draftlab import decode, drafts, evaluation, sampled  # slow: after the first line is out
+        from draftlab import decode, drafts, sampled  # slow: after the first line is out
+        from draftlab.prompts import load_prompts
         from draftlab.target import load_target
         from draftlab.tracking import Store
 
@@ -52,11 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         target = load_target(run.target)
         drafts.check_target(draft, info, target)
         draft, limit = draft.to(target.device, target.dtype), run.eval.max_new_tokens
-        named = [
-            (f"{source} {n}", target.chat(messages))
-            for source in args.prompts.split(",")
-            for n, messages in enumerate(evaluation.load_prompts(source, run, target, say))
-        ]
+        prompts = load_prompts(args.prompts, run, target, say)
+        named = [(prompt.where, target.chat(prompt.messages())) for prompt in prompts]
         for _, prompt in named:
             decode.check_prompt(target, prompt, limit, draft)
         say(f"{len(named)} prompts, at most {limit} new tokens each", doing="decoding")

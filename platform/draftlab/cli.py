@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,6 +45,24 @@ def sweep_parser(doc: str | None) -> argparse.ArgumentParser:
     result.add_argument("--out", type=Path, help="the sweep's folder; must not exist yet")
     result.add_argument("--resume", type=Path, metavar="FOLDER", help="go on with an interrupted sweep")
     return result
+
+
+def eval_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser for scripts that decode prompts with drafts."""
+    result = run_parser(doc)
+    result.set_defaults(config=None)
+    result.add_argument("--ckpt", action="append", required=True, help="folder, MLflow run id, models:/ URI, or hub id")
+    names = "heldout, humaneval, gsm8k, math500, mbpp, mt-bench, alpaca"
+    result.add_argument(
+        "--prompts", default="heldout", help=f"by comma: {names}, or .jsonl[.gz] files; :N behind one takes N of it"
+    )
+    result.add_argument("--out", type=Path, help="results folder")
+    return result
+
+
+def out_folder(script: str, args: argparse.Namespace) -> Path:
+    """Where a script of an `eval_parser` writes: --out, or a folder named by the time."""
+    return args.out or Path("outputs") / script / datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
 
 
 def run_sweep(experiment: str, args: argparse.Namespace, vary: Mapping[str, Sequence[Any]]) -> int:

@@ -48,8 +48,8 @@ class CorpusConfig(Section):
     source: str = "packaged"
     """`packaged` (made by the packaged target), `self` (the target writes it now, once, into the cache), or a
     .jsonl / .jsonl.gz file written by experiments/build_corpus.py or holding {"messages": [...]} rows."""
-    conversations: Annotated[int, Field(ge=1)] | None = None
-    """Use this many conversations, chosen by hash; None is all."""
+    conversations: Annotated[int, Field(ge=2)] | None = None
+    """Use this many conversations, chosen by hash, one of them to hold out at least; None is all."""
     max_length: Annotated[int, Field(ge=8)] = 256
     """Tokens kept of a conversation; the rest is cut off."""
     heldout: Annotated[float, Field(gt=0, lt=1)] = 0.1
@@ -166,6 +166,21 @@ class EvalConfig(Section):
     """Times each prompt is timed, alternating target and draft."""
     bootstrap: Annotated[int, Field(ge=100)] = 2000
     """Resamples behind each 95% interval."""
+    batch_size: Annotated[int, Field(ge=1)] = 1
+    """Prompts decoded together."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 is greedy decoding: the most likely token."""
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    """Sample from the k most likely tokens; None is all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens that together have this probability."""
+    mode: Literal["rejection", "greedy_draft"] = "rejection"
+    """At temperature above 0: `rejection` samples the draft and keeps a token with probability min(1, q/p);
+    `greedy_draft`, as in the published code, keeps the draft's best token where it equals a sample of the target."""
+    thinking: bool | None = None
+    """The chat template's `enable_thinking`; None leaves it to the template."""
+    system: str | None = None
+    """System prompt of prompts that have none of their own."""
 
 
 class TrackingConfig(Section):
@@ -197,7 +212,7 @@ class ClusterConfig(Section):
 class Run(Section):
     """Everything that defines a run."""
 
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Data order, anchors, initial weights."""
     target: TargetConfig = TargetConfig()
     corpus: CorpusConfig = CorpusConfig()
@@ -285,11 +300,13 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path in seen:
         raise UserError(f"{path}: `extends` runs in a circle")
     try:
-        data = _from_yaml(path.read_text(encoding="utf-8")) or {}
+        data = _from_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"config {path}: cannot be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"config {path}: not valid YAML ({' '.join(str(error).split())})") from error
+    if data is None:
+        data = {}
     if not isinstance(data, dict):
         raise UserError(f"config {path}: expected a mapping of sections, got {type(data).__name__}")
     base = data.pop("extends", None)
@@ -301,7 +318,12 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose floats need no point: 3e-4 is a number, as in YAML 1.2 and everywhere else. A key stands once."""
+    """YAML as in version 1.2: 3e-4 is a number, although it has no point, and 2026-01-01 is text. A key stands once."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [key.value for key, _ in node.value]
@@ -316,7 +338,10 @@ _Loader.add_implicit_resolver(
 
 
 def _from_yaml(text: str) -> Any:
-    return yaml.load(text, _Loader)  # a SafeLoader: data only
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader: data only
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:  # "0b_", "!!bool x", "[[[[..."
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

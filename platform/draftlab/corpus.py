@@ -11,17 +11,21 @@ them.
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import hashlib
-import itertools
 import json
 import os
+import re
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -31,7 +35,7 @@ from torch import Tensor
 from draftlab.cache import KVCache
 from draftlab.config import CorpusConfig, digest
 from draftlab.errors import UserError
-from draftlab.target import Target, cache_root, made_once
+from draftlab.target import Target, cache_root, expand, made_once
 
 PACKAGED = Path(__file__).resolve().parent / "data" / "smollm2_self.jsonl.gz"
 """Written by the packaged target with experiments/build_corpus.py; the recipe is in the .yaml beside it."""
@@ -96,12 +100,17 @@ def load_corpus(config: CorpusConfig, target: Target, seed: int, say: Say) -> Co
         say: where to tell about progress.
 
     Raises:
-        UserError: no such file, a broken line (named), an empty corpus, one without supervised tokens, or one that
-            another target wrote.
+        UserError: max_length beyond the target's positions, no such file, a broken line (named), an empty corpus, one
+            without supervised tokens, or one that another target wrote.
     """
+    if config.max_length > target.max_positions:
+        raise UserError(
+            f"corpus.max_length: expected at most the target's {target.max_positions} positions, "
+            f"got {config.max_length}"
+        )
     path = _source(config, target, seed, say)
     rows, unsupervised = [], 0
-    for number, data in _read_lines(path):
+    for number, data in read_lines(path, "corpus"):
         row = _row(data, f"{path}, line {number}", target, config.max_length, check=number <= 16)
         if row.supervised.any():
             rows.append(row)
@@ -127,8 +136,63 @@ def load_corpus(config: CorpusConfig, target: Target, seed: int, say: Say) -> Co
     return corpus
 
 
+class Journal:
+    """Batches of an interrupted writing, so that it goes on; made by `Journal.beside`.
+
+    A file with a line a batch. It stands there under a hash of all that it depends on: so other settings, other prompts
+    or another target find nothing, and nothing has to be compared.
+
+    Attributes:
+        found: key -> the new ids of each context of that batch, as `generate` made them before.
+    """
+
+    def __init__(self, file: BinaryIO | None = None) -> None:
+        self._file = file
+        self.found: dict[str, list[list[int]]] = {}
+        for line in file.read().splitlines() if file else []:
+            try:
+                self.found |= json.loads(line)
+            except (ValueError, TypeError):
+                continue  # half-written: that batch is made again
+
+    def keep(self, key: str, written: list[list[int]]) -> None:
+        """Add a finished batch; threads may do so at once."""
+        if self._file:  # the line break first: it ends a line that was left half-written
+            self._file.write(b"\n" + json.dumps({key: written}).encode())
+
+    @classmethod
+    @contextmanager
+    def beside(cls, path: Path, say: Say) -> Iterator[Journal]:
+        """The journal of what is being written to `path`; it goes when the context ends well.
+
+        Raises:
+            UserError: another process is writing to the same place.
+        """
+        place = path.with_name(f"{path.name}.journal")
+        with open(place, "a+b", buffering=0) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"corpus {path}: another process is writing it") from None
+            file.seek(0)
+            journal, done = cls(file), False
+            if journal.found:
+                say(f"corpus: going on after {len(journal.found)} finished batches in {place}")
+            try:
+                yield journal
+                done = True
+            finally:
+                if done or not file.tell():
+                    place.unlink()
+
+
 def write_corpus(
-    target: Target, prompts: Iterable[list[Message]] | None, config: CorpusConfig, seed: int, say: Say
+    target: Target,
+    prompts: Iterable[list[Message]] | None,
+    config: CorpusConfig,
+    seed: int,
+    say: Say,
+    journal: Journal | None = None,
 ) -> Iterator[dict]:
     """Have the target answer prompts, several at once, and yield the rows of a corpus file as they are done.
 
@@ -139,15 +203,18 @@ def write_corpus(
         config: the write_* settings, and max_length, which a prompt has to leave room in.
         seed: of everything that is sampled.
         say: where to tell about progress.
+        journal: keeps finished batches, and has those of an interrupted writing.
 
     Yields:
         JSON-able rows. Rows of one turn carry the very ids that the target wrote.
 
     Raises:
-        UserError: the target's own prompts are too often unusable, or its chat template refuses a conversation.
+        UserError: sizes that leave no room for a response, own prompts that are too often unusable, or a conversation
+            that the chat template refuses.
     """
+    _check_room(target, config, config.write_prompt_tokens if prompts is None else 1)
     if prompts is None:
-        prompts = list(_self_prompts(target, config, seed, say))
+        prompts = list(_self_prompts(target, config, seed, say, journal))
     talks = [_Talk(_opening(prompt), [m for m in prompt if m["role"] == "user"]) for prompt in prompts]
     depth = 0
     while talks := [talk for talk in talks if talk.rest]:
@@ -170,6 +237,7 @@ def write_corpus(
             seed=(seed, 1 + depth),
             say=say,
             what=f"corpus: {len(room)} answers",
+            journal=journal,
         )
         for place, ids in written:
             talk = talks[room[place]]
@@ -242,65 +310,19 @@ def check_out(path: Path) -> None:
     """Refuse a name for a corpus file before hours are spent on its content.
 
     Raises:
-        UserError: wrong ending, or the folder can't be written.
+        UserError: wrong ending, a corpus or a recipe that stands there already, or a folder that can't be written.
     """
     if not path.name.endswith((".jsonl", ".jsonl.gz")):
         raise UserError(f"--out {path}: expected a .jsonl or .jsonl.gz file")
+    for there in (path, recipe_path(path)):
+        if there.exists():
+            raise UserError(f"--out {path}: {there} exists already, expected a new name")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {path}: can't be written ({error.strerror})") from error
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    if not os.access(path.parent, os.W_OK):
         raise UserError(f"--out {path}: can't be written")
-
-
-def read_prompts(source: str, limit: int) -> list[list[Message]]:
-    """Prompts out of a JSONL file or a Hugging Face dataset's train split.
-
-    A row may hold "messages" (assistant turns are kept here and rewritten by `write_corpus`), "conversations" (of
-    {"from", "value"}), "turns" (user turns) or a single "prompt", "question" or "instruction".
-
-    Args:
-        source: a .jsonl or .jsonl.gz file, or a dataset id.
-        limit: most prompts.
-
-    Raises:
-        UserError: not found, or a row without a prompt.
-    """
-    path = Path(source).expanduser()
-    if path.name.endswith((".jsonl", ".jsonl.gz")) or path.exists():
-        rows: Iterable[tuple[int, dict]] = _read_lines(path)
-    else:
-        rows = enumerate(_hub_rows(source), 1)
-    prompts = [_messages(row, f"{source}, row {number}") for number, row in itertools.islice(rows, limit)]
-    if not prompts:
-        raise UserError(f"prompts {source}: expected at least one row, got none")
-    return prompts
-
-
-def _hub_rows(source: str) -> Iterable[dict]:
-    import datasets  # slow to import, and only needed here
-
-    try:
-        return datasets.load_dataset(source, split="train", streaming=True)
-    except Exception as error:  # whatever the hub client raises
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"prompts {source}: no such file, and no such dataset ({reason})") from error
-
-
-def _messages(row: dict, where: str) -> list[Message]:
-    roles = {"human": "user", "gpt": "assistant"}
-    if row.get("conversations"):
-        messages = [{"role": roles.get(m["from"], m["from"]), "content": m["value"]} for m in row["conversations"]]
-    elif row.get("messages"):
-        messages = row["messages"]
-    else:
-        turns = row.get("turns") or [row.get(key) for key in ("prompt", "question", "instruction") if row.get(key)][:1]
-        messages = [{"role": "user", "content": turn} for turn in turns]
-    if not all(_is_message(m) for m in messages) or not any(m["role"] == "user" for m in messages):
-        known = '"messages", "conversations", "turns", "prompt", "question" or "instruction"'
-        raise UserError(f"prompts {where}: expected {known} with a user's words, got {sorted(row)}")
-    return messages
 
 
 # ---- reading
@@ -346,32 +368,46 @@ def _source(config: CorpusConfig, target: Target, seed: int, say: Say) -> Path:
     if config.source == "self":
         made_by = recipe(target, config, seed) | {"max_length": config.max_length}
 
+        place = cache_root() / "corpora" / f"self-{digest(made_by)}"
+
         def make(folder: Path) -> None:
-            rows = write_corpus(target, None, config, seed, say)
-            write_file(folder / "corpus.jsonl.gz", rows, made_by)
+            with Journal.beside(place, say) as journal:
+                rows = write_corpus(target, None, config, seed, say, journal)
+                write_file(folder / "corpus.jsonl.gz", rows, made_by)
 
-        return made_once(cache_root() / "corpora" / f"self-{digest(made_by)}", make) / "corpus.jsonl.gz"
-    return Path(config.source).expanduser()
+        return made_once(place, make) / "corpus.jsonl.gz"
+    return expand(config.source)
 
 
-def _read_lines(path: Path) -> Iterator[tuple[int, dict]]:
-    """(line number, row) of every line that isn't blank."""
+def read_lines(path: Path, what: str) -> Iterator[tuple[int, dict]]:
+    """(line number, row) of every line of a .jsonl or .jsonl.gz file that isn't blank.
+
+    Args:
+        what: the file, as errors name it.
+
+    Raises:
+        UserError: it can't be read, or a line (named) is no JSON object.
+    """
     number = 0
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        kind = type(row).__name__
-                        raise UserError(f"corpus {path}, line {number}: expected a JSON object, got {kind}")
-                    yield number, row
-    except json.JSONDecodeError as error:
-        raise UserError(f"corpus {path}, line {number}: not valid JSON ({error.msg})") from error
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-        raise UserError(f"corpus {path}, line {number + 1}: can't be read ({error})") from error
+                    yield number, _object(line, f"{what} {path}, line {number}")
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{what} {path}, line {number + 1}: can't be read ({error})") from error
     except OSError as error:
-        raise UserError(f"corpus {path}: can't be read ({error.strerror or error})") from error
+        raise UserError(f"{what} {path}: can't be read ({error.strerror or error})") from error
+
+
+def _object(line: str, where: str) -> dict:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not valid JSON ({getattr(error, 'msg', error)})") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    return row
 
 
 def _row(data: dict, where: str, target: Target, max_length: int, check: bool) -> Row:
@@ -379,34 +415,52 @@ def _row(data: dict, where: str, target: Target, max_length: int, check: bool) -
     messages = data.get("messages")
     if not isinstance(messages, list) or not messages or not all(_is_message(m) for m in messages):
         raise UserError(f'corpus {where}: expected "messages", a list of {{"role", "content"}}')
-    try:
-        if "ids" in data:
-            ids, spans = data["ids"], [(int(start), int(end)) for start, end in data["supervised"]]
-            ids = np.asarray(ids, dtype=np.int32).reshape(-1)
+    if messages[0]["role"] == "assistant":
+        raise UserError(f"corpus {where}: expected a conversation that a user or a system prompt begins")
+    if "ids" in data:
+        try:
+            ids, spans = _integers(data["ids"], 1), _integers(data["supervised"], 2)
             wrong = any(not 0 <= start <= end <= len(ids) for start, end in spans)
-        else:
+        except (KeyError, TypeError, ValueError):
+            wrong = True
+        if wrong:
+            raise UserError(f'corpus {where}: expected "ids", integers, and "supervised", [start, end] spans of them')
+    else:
+        try:
             ids, spans = encode(target, messages)
-            ids, wrong = np.asarray(ids, dtype=np.int32), False
-    except (KeyError, TypeError, OverflowError, ValueError) as error:
-        if isinstance(error, UserError):
+        except UserError as error:
             raise UserError(f"corpus {where}: {error}") from error
-        wrong = True
-    if wrong:
-        raise UserError(f'corpus {where}: expected "ids", integers, and "supervised", [start, end] spans of them')
-    if len(ids) and not (ids.min() >= 0 and ids.max() < target.vocab_size):
+        ids = np.asarray(ids, dtype=np.int64)
+    beyond = ids[(ids < 0) | (ids >= target.vocab_size)]
+    if len(beyond):
         raise UserError(
-            f"corpus {where}: token id {ids.max()} is beyond the target's {target.vocab_size}; another target wrote it"
+            f"corpus {where}: token id {beyond[0]} is beyond the target's {target.vocab_size}; another target wrote it"
         )
     if check and "ids" in data and not _same_words(target, messages, ids, spans):
         raise UserError(f"corpus {where}: its tokens don't spell its messages; another target wrote it")
     supervised = np.zeros(len(ids), dtype=bool)
     for start, end in spans:
         supervised[start:end] = True
-    return Row(ids[:max_length], supervised[:max_length], tuple(messages), _key(messages))
+    return Row(ids[:max_length].astype(np.int32), supervised[:max_length], tuple(messages), _key(messages))
+
+
+def _integers(values: object, ndim: int) -> np.ndarray:
+    """A JSON list of integers, or of lists of them; anything else is a TypeError or a ValueError."""
+    array = np.asarray(values)
+    if not array.size:
+        return np.zeros((0,) * ndim, dtype=np.int64)
+    if array.dtype.kind != "i" or array.ndim != ndim:
+        raise TypeError
+    return array
 
 
 def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    return isinstance(message, dict) and all(_is_text(message.get(key)) for key in ("role", "content"))
+
+
+def _is_text(value: object) -> bool:
+    """A string without half a surrogate pair, which JSON may hold and no tokenizer takes."""
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
 def _same_words(target: Target, messages: Sequence[Message], ids: np.ndarray, spans: Sequence[tuple[int, int]]) -> bool:
@@ -483,10 +537,27 @@ class _Talk:
 def _opening(messages: Sequence[Message]) -> list[Message]:
     """What stands before the first user turn: a system prompt, or nothing."""
     first = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
-    return list(messages[:first])
+    return [m for m in messages[:first] if m["role"] != "assistant"]
 
 
-def _self_prompts(target: Target, config: CorpusConfig, seed: int, say: Say) -> Iterator[list[Message]]:
+def _check_room(target: Target, config: CorpusConfig, prompt: int) -> None:
+    """Refuse sizes with which no prompt, or not every one of `prompt` tokens, could be answered."""
+    template = len(target.chat([{"role": "user", "content": ""}]))
+    if config.max_length < template + 2:
+        raise UserError(
+            f"corpus.max_length: expected at least {template + 2}, the chat template's {template} tokens and one each "
+            f"of a prompt and a response, got {config.max_length}"
+        )
+    if template + prompt + config.write_response_tokens > target.max_positions:
+        raise UserError(
+            f"corpus.write_response_tokens: expected room in the target's {target.max_positions} positions for the "
+            f"chat template ({template}), a prompt ({prompt}) and a response, got {config.write_response_tokens}"
+        )
+
+
+def _self_prompts(
+    target: Target, config: CorpusConfig, seed: int, say: Say, journal: Journal | None
+) -> Iterator[list[Message]]:
     """Prompts of the target's own: it continues an empty user turn until it ends it.
 
     Raises:
@@ -514,6 +585,7 @@ def _self_prompts(target: Target, config: CorpusConfig, seed: int, say: Say) -> 
             seed=(seed, 0, tried),
             say=say,
             what=f"corpus: {count} prompts, {len(seen)} of {wanted} kept so far",
+            journal=journal,
         )
         tried += count
         for _, ids in written:
@@ -544,6 +616,7 @@ def generate(
     seed: tuple[int, ...],
     say: Say,
     what: str,
+    journal: Journal | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
     """Continue many contexts, a batch at a time, each until it ends or reaches the limit.
 
@@ -559,6 +632,7 @@ def generate(
         seed: of the sampling; each batch has its own stream.
         say: where to tell about progress.
         what: what is being written.
+        journal: batches that it has are not written again.
 
     Yields:
         (index of the context, its new ids, the ending token included), batch by batch, shortest contexts first.
@@ -567,15 +641,22 @@ def generate(
     parts = [order[at : at + batch] for at in range(0, len(order), batch)]
     threads = torch.get_num_threads()
     workers = min(threads, len(parts)) if target.device.type == "cpu" else 1
+    journal = journal or Journal()
     rate = _Rate(say, what, steps=limit * len(parts))
 
     def run(number: int) -> list[tuple[int, list[int]]]:
         if workers > 1:
             torch.set_num_threads(1)
-        part = parts[number]
-        random = torch.Generator().manual_seed(int(digest([*seed, number])[:8], 16))
-        written = _continue(target, [contexts[i] for i in part], limit, temperature, random, rate)
-        return list(zip(part, written))
+        part = [contexts[i] for i in parts[number]]
+        key = digest([target.fingerprint, part, limit, temperature, *seed, number])
+        written = journal.found.pop(key, None)
+        if written is None:
+            random = torch.Generator().manual_seed(int(digest([*seed, number])[:8], 16))
+            written = _continue(target, part, limit, temperature, random, rate)
+            journal.keep(key, written)
+        else:
+            rate.skip(limit)
+        return list(zip(parts[number], written))
 
     with ThreadPoolExecutor(max(1, workers)) as pool:
         try:
@@ -665,3 +746,8 @@ class _Rate:
             minutes, seconds = divmod(round(spent * (self.total / self.steps - 1)), 60)
             text = f"{self.what}: {self.steps / self.total:.0%}, {self.tokens / spent:.0f} tokens/s"
             self.say(f"{text}, at most {minutes}:{seconds:02d} left", doing=text)
+
+    def skip(self, steps: int) -> None:
+        """There are fewer steps to take."""
+        with self.lock:
+            self.total -= steps

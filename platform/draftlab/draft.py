@@ -74,6 +74,11 @@ def adapt(target_config: Any, draft: DraftConfig, mask_token_id: int) -> DraftSp
     """
     depth = target_config.num_hidden_layers
     chosen = draft.target_layer_ids
+    if chosen is None and draft.num_target_layers > max(1, depth - 3):
+        raise UserError(
+            f"draft.num_target_layers: a target of {depth} layers has {max(1, depth - 3)} to spread over "
+            f"(second to third-to-last), got {draft.num_target_layers}; draft.target_layer_ids can name others"
+        )
     ids = check_layer_ids(uniform_layer_ids(draft.num_target_layers, depth) if chosen is None else chosen, depth)
     mask = mask_token_id if draft.mask_token_id is None else draft.mask_token_id
     if not 0 <= mask < target_config.vocab_size:

@@ -6,6 +6,8 @@ A reference is a folder, an MLflow run id or models:/ URI, or the hub id of a pu
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from draftlab import config as configs
 from draftlab.config import Run
 from draftlab.draft import Draft, DraftSpec
 from draftlab.errors import UserError, first_line
-from draftlab.target import Target, load_target_config
+from draftlab.target import Target, load_target, load_target_config
 
 if TYPE_CHECKING:
     from draftlab.tracking import Store
@@ -96,6 +98,59 @@ def check_target(draft: Draft, info: checkpoint.CheckpointInfo, target: Target) 
     """
     checkpoint.check_target(draft.spec, target)
     checkpoint.check_lent(info, draft, target)
+
+
+@dataclass(frozen=True)
+class Field:
+    """Drafts of one target, ready to decode."""
+
+    run: Run
+    """What they are evaluated by: the first one's run, with the overrides."""
+    target: Target
+    drafts: dict[str, Draft]
+    """Name -> draft, of the target's dtype and on its device."""
+    infos: dict[str, checkpoint.CheckpointInfo]
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Name -> checkpoint hash."""
+        return {ref: info.hash for ref, info in self.infos.items()}
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """Name -> where the checkpoint's files stand."""
+        return {ref: info.folder for ref, info in self.infos.items()}
+
+
+def load_field(
+    refs: Sequence[str],
+    config_file: Path | None,
+    overrides: list[str],
+    store: Store,
+    into: Path,
+    say: Callable[..., None],
+) -> Field:
+    """Several drafts, named as short as tells them apart, and the target of the first.
+
+    Arguments as in `load_draft`.
+
+    Raises:
+        UserError: see load_draft and load_target; a draft for another target.
+    """
+    folders = [Path(os.path.expanduser(ref)) for ref in refs]
+    short = [(folder.parent if folder.name == "draft" else folder).name if folder.is_dir() else ref
+             for folder, ref in zip(folders, refs)]  # fmt: skip
+    names = short if len(set(short)) == len(set(refs)) else refs
+    names = [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names, 1)]
+    loaded = {name: load_draft(ref, config_file, overrides, store, into) for name, ref in zip(names, refs)}
+    run = loaded[names[0]][2]
+    target = load_target(run.target)
+    for name, (draft, info, _) in loaded.items():
+        check_target(draft, info, target)
+        say(f"{name}: draft {info.hash} with blocks of {draft.spec.block_size}")
+    say(f"target {target.name} in {run.target.dtype} on {target.device}")
+    drafts = {name: draft.to(target.device, target.dtype) for name, (draft, _, _) in loaded.items()}
+    return Field(run, target, drafts, {name: info for name, (_, info, _) in loaded.items()})
 
 
 def _shape(spec: DraftSpec) -> dict[str, Any]:

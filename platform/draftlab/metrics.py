@@ -7,7 +7,7 @@ What cannot be known (no round, one prompt) is NaN, never a made-up number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -143,6 +143,15 @@ def call_times(target_traces: Sequence[Trace], draft_traces: Sequence[Trace]) ->
     draft, verify, commit = times.mean(0) * 1e3 if rounds else (np.nan,) * 3
     target = ratio(np.array([_cost(trace, False) for trace in target_traces], float).reshape(-1, 2)) * 1e3
     return {"target_ms": target, "draft_ms": float(draft), "verify_ms": float(verify), "commit_ms": float(commit)}
+
+
+def speedup_of_calls(acceptance_length: float, times: Mapping[str, float]) -> float:
+    """tau * T_target / (T_draft + T_verify): the speedup if a round were its two forwards and nothing else.
+
+    Args:
+        times: of `call_times`; what the measured speedup lacks to this value is `commit_ms`.
+    """
+    return acceptance_length * times["target_ms"] / (times["draft_ms"] + times["verify_ms"])
 
 
 def rows_per_call(traces: Sequence[Trace]) -> float:

@@ -102,7 +102,8 @@ def check_folder(folder: Path) -> None:
 
 
 def write_evaluation(evaluations: Mapping[str, Evaluation], out: Path) -> None:
-    """Write an evaluation's results.json, traces.jsonl (a line a prompt), survival.png and first_failure.png.
+    """Write what decoding said: results.json, traces.jsonl (a line an answer), breakdown.csv, breakdown.png,
+    survival.png and first_failure.png; for several block sizes block_sizes.csv and block_sizes.png too.
 
     Args:
         evaluations: draft -> its evaluation.
@@ -114,12 +115,97 @@ def write_evaluation(evaluations: Mapping[str, Evaluation], out: Path) -> None:
     traces = [{"draft": name, "traces": pair} for name, result in results.items() for pair in result.pop("traces")]
     (out / "results.json").write_text(_json(results, indent=1) + "\n", encoding="utf-8")
     (out / "traces.jsonl").write_text("".join(_json(pair) + "\n" for pair in traces), encoding="utf-8")
+    breakdowns = [{"draft": name, **row} for name, found in evaluations.items() for row in found.breakdown]
+    pd.DataFrame(breakdowns).to_csv(out / "breakdown.csv", index=False)
     colors = _colors(list(evaluations))
     with matplotlib.rc_context(STYLE):
+        _breakdown_figure(evaluations, colors).savefig(out / "breakdown.png")
+        if (frame := by_block_size(evaluations))["block_size"].nunique() > 1:
+            frame.to_csv(out / "block_sizes.csv", index=False)
+            _block_size_figure(frame).savefig(out / "block_sizes.png")
         survivals = {name: evaluation.survival for name, evaluation in evaluations.items()}
         _survival_figure(survivals, colors).savefig(out / "survival.png")
         failures = {name: evaluation.first_failure for name, evaluation in evaluations.items()}
         _first_failure_figure(failures, colors).savefig(out / "first_failure.png")
+
+
+def write_comparison(evaluations: Mapping[str, Evaluation], rows: Sequence[Mapping[str, Any]], out: Path) -> None:
+    """Write a comparison's comparison.csv and comparison.png beside what `write_evaluation` writes.
+
+    Args:
+        evaluations: draft -> its evaluation, the reference first.
+        rows: of `evaluation.against_first`.
+        out: folder, made if it is missing.
+    """
+    write_evaluation(evaluations, out)
+    pd.DataFrame(rows).to_csv(Path(out) / "comparison.csv", index=False)
+    with matplotlib.rc_context(STYLE):
+        _comparison_figure(rows, list(evaluations)[0]).savefig(Path(out) / "comparison.png")
+
+
+def write_surface(rows: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str, Any]], out: Path) -> None:
+    """Write a speed surface's surface.csv, prediction.csv and surface.png.
+
+    Args:
+        rows: of `surface.predict`, with their `domain`.
+        compared: of `surface.against_measurement`, for all domains together.
+        out: folder, made if it is missing.
+    """
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    pd.DataFrame(rows).to_csv(out / "surface.csv", index=False)
+    pd.DataFrame(compared).to_csv(out / "prediction.csv", index=False)
+    with matplotlib.rc_context(STYLE):
+        _surface_figure(pd.DataFrame(rows), compared).savefig(out / "surface.png")
+
+
+def surface_table(best: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str, Any]]) -> str:
+    """The best block size by domain and batch, and the prediction beside the measurement, for a terminal."""
+    columns = {
+        "domain": "domain", "batch_size": "batch", "block_size": "best b", "acceptance_length": "tokens per round",
+        "break_even": "break-even", "speedup": "speedup", "tokens_per_second": "tokens/s",
+    }  # fmt: skip
+    shown = pd.DataFrame(best)[list(columns)].rename(columns=columns)
+    beside = pd.DataFrame(compared).rename(columns=lambda name: name.replace("acceptance_length", "tokens"))
+    if len(beside):
+        beside["error"] = beside["error"].map("{:+.1%}".format)
+    precise = {"index": False, "float_format": "{:.2f}".format}
+    return f"{shown.to_string(**precise)}\n\nprediction and measurement\n{beside.to_string(**precise)}"
+
+
+def comparison_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows of `evaluation.against_first` for a terminal."""
+    frame = pd.DataFrame(rows)
+    ends = zip(frame["low"], frame["high"])
+    return pd.DataFrame({
+        "draft": frame["draft"].map(_label),
+        "measure": frame["measure"],
+        "value": frame["value"].map("{:.3f}".format),
+        "difference": frame["difference"].map("{:+.3f}".format),
+        "95% interval": [f"[{low:+.3f}, {high:+.3f}]" for low, high in ends],
+        "verdict": frame["verdict"],
+    }).to_string(index=False)  # fmt: skip
+
+
+def by_block_size(evaluations: Mapping[str, Evaluation]) -> pd.DataFrame:
+    """A row a draft and block size: what it was trained with, what it was decoded with, acceptance and speedup."""
+    names = [f"{name}{end}" for name in ("acceptance_length", "speedup") for end in ("", "_low", "_high")]
+    return pd.DataFrame(
+        {key: found.provenance[key] for key in ("draft", "trained_block_size", "block_size")}
+        | {name: found.metrics[name] for name in names}
+        for found in evaluations.values()
+    )
+
+
+def block_size_table(frame: pd.DataFrame) -> str:
+    """Trained by decoded block size, for a terminal; a cell holds tokens per round and, after the x, the speedup."""
+    shown = frame.assign(
+        cell=[f"{row.acceptance_length:.2f} x{row.speedup:.2f}" for row in frame.itertuples()],
+        draft=[f"{_label(row.draft)} (trained B={row.trained_block_size})" for row in frame.itertuples()],
+    )
+    return shown.pivot(index="draft", columns="block_size", values="cell").rename_axis(
+        index=None, columns="decoded b ="
+    ).to_string(na_rep="-")  # fmt: skip
 
 
 def table(frame: pd.DataFrame) -> str:
@@ -228,6 +314,105 @@ def _first_failure_figure(failures: Mapping[str, Sequence[int]], colors: Mapping
         axis.legend(fontsize=9)
     axes[-1].set_xlabel("slot of the first rejected token")
     return figure
+
+
+def _breakdown_figure(evaluations: Mapping[str, Evaluation], colors: Mapping[str, Any]) -> Figure:
+    figure = Figure(figsize=(9.6, 6.4))
+    for axis, (by, title) in zip(
+        figure.subplots(2, 2).flat,
+        {"domain": "By domain", "turn": "By turn", "context": "By context length", "position": "By position"}.items(),
+    ):
+        rows = {name: [row for row in found.breakdown if row["by"] == by] for name, found in evaluations.items()}
+        groups = list(dict.fromkeys(row["group"] for some in rows.values() for row in some))
+        for number, (name, some) in enumerate(rows.items()):
+            x = np.array([groups.index(row["group"]) for row in some]) + 0.1 * (number - (len(rows) - 1) / 2)
+            values, bars = _with_interval(some, "acceptance_length")
+            axis.errorbar(
+                x, values, bars,
+                linestyle="", marker="o", markersize=4, capsize=3, color=colors.get(name), label=_label(name),
+            )  # fmt: skip
+        axis.set_xticks(range(len(groups)), groups, rotation=20 if len(groups) > 3 else 0)
+        axis.set_title(title)
+        axis.set_ylabel("tokens per round")
+        axis.margins(x=0.15)
+    handles = axis.get_legend_handles_labels()[0]
+    if len(handles) > 1:
+        figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9)
+    return figure
+
+
+def _block_size_figure(frame: pd.DataFrame) -> Figure:
+    figure = Figure(figsize=(8.4, 3.6))
+    colors = _colors(list(frame["draft"].unique()))
+    for axis, measure, title in zip(
+        figure.subplots(1, 2), ("acceptance_length", "speedup"), ("Tokens per round", "Decoding speedup")
+    ):
+        for name, some in frame.sort_values("block_size").groupby("draft", sort=False):
+            values, bars = _with_interval(some.to_dict("records"), measure)
+            axis.errorbar(
+                some["block_size"], values, bars,
+                marker="o", markersize=4, capsize=3, color=colors[name],
+                label=f"{_label(name)}, trained B={some['trained_block_size'].iloc[0]}",
+            )  # fmt: skip
+        axis.axhline(1, color=FADED, linewidth=1.2, linestyle="--")
+        axis.set_xticks(sorted(frame["block_size"].unique()))
+        axis.set_xlabel("block size decoded with")
+        axis.set_title(title)
+    axis.legend(fontsize=8)
+    return figure
+
+
+def _surface_figure(frame: pd.DataFrame, compared: Sequence[Mapping[str, Any]]) -> Figure:
+    figure = Figure(figsize=(9.6, 3.8))
+    speed, gain = figure.subplots(1, 2)
+    lines = [
+        (f"{domain}, batch {batch}", some.sort_values("block_size"))
+        for (domain, batch), some in frame.groupby(["domain", "batch_size"], sort=False)
+    ]
+    colors = _colors([name for name, _ in lines])
+    for name, some in lines:
+        speed.plot(some["block_size"], some["speedup"], color=colors[name], label=name)
+        gain.plot(some["block_size"] - 1, some["slot_gain"], color=colors[name], marker="o", markersize=3)
+    values, bars = _with_interval(compared, "measured_speedup")
+    sizes = [row["block_size"] for row in compared]
+    speed.errorbar(
+        sizes, values, bars, linestyle="", marker="s", markersize=4, capsize=4, color=BAD, label="measured, all domains"
+    )
+    speed.axhline(1, color=FADED, linewidth=1.2, linestyle="--")
+    gain.axhline(0, color=FADED, linewidth=1.2, linestyle="--")
+    for axis, title, label in ((speed, "Speedup, predicted", "block size"), (gain, "What slot k adds", "slot k")):
+        axis.set_title(title)
+        axis.set_xlabel(label)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.legend(loc="outside lower center", ncols=3, fontsize=9)
+    return figure
+
+
+def _comparison_figure(rows: Sequence[Mapping[str, Any]], reference: str) -> Figure:
+    measures = list(dict.fromkeys(row["measure"] for row in rows))
+    figure = Figure(figsize=(9.6, 1.6 + 0.4 * len(rows) / max(1, len(measures))))
+    inks = {"better": INK, "worse": BAD}
+    for axis, measure in zip(figure.subplots(1, len(measures), squeeze=False, sharey=True)[0], measures):
+        some = [row for row in rows if row["measure"] == measure]
+        values, bars = _with_interval([{**row, "difference_low": row["low"], "difference_high": row["high"]}
+                                       for row in some], "difference")  # fmt: skip
+        for y, row in enumerate(some):
+            axis.errorbar(
+                values[y], y, xerr=bars[:, y : y + 1], marker="o", capsize=4, color=inks.get(row["verdict"], FADED)
+            )
+        axis.axvline(0, color=FADED, linewidth=1.2, linestyle="--")
+        axis.set_yticks(range(len(some)), [_label(row["draft"]) for row in some])
+        axis.set_ylim(len(some) - 0.5, -0.5)
+        axis.set_title(measure.replace("_", " "))
+        axis.set_xlabel("difference, 95% interval")
+    figure.suptitle(f"Against {_label(reference)}", fontsize=10)
+    return figure
+
+
+def _with_interval(rows: Sequence[Mapping[str, Any]], measure: str) -> tuple[np.ndarray, np.ndarray]:
+    """(n,) values, and (2, n) how far their intervals reach; 0 where there is none."""
+    value, low, high = (np.array([row[measure + end] for row in rows], float) for end in ("", "_low", "_high"))
+    return value, np.nan_to_num(np.stack([value - low, high - value]).clip(min=0))
 
 
 def _training_figure(curves: Mapping[str, Sequence[Mapping[str, float]]], colors: Mapping[str, Any]) -> Figure:

@@ -34,6 +34,7 @@ from draftlab import checkpoint, cluster, corpus, evaluation, report, train
 from draftlab import config as configs
 from draftlab.config import Run
 from draftlab.errors import UserError
+from draftlab.prompts import load_prompts
 from draftlab.target import load_target
 from draftlab.tracking import Store
 
@@ -261,8 +262,7 @@ class _Sweep:
         base = self.plan.base
         self.say(f"decoding held-out prompts with {len(names)} drafts", doing="loading the target")
         target = load_target(base.target)
-        conversations = corpus.load_corpus(base.corpus, target, base.seed, self.say)
-        prompts = [target.chat(messages) for messages in conversations.prompts(base.eval.prompts)]
+        prompts = load_prompts("heldout", base, target, self.say)
         loaded = {
             name: checkpoint.load(self._trial(name) / "draft", dtype=target.dtype, device=target.device)
             for name in names
@@ -275,7 +275,7 @@ class _Sweep:
             out = self._trial(name) / "evaluation"
             report.write_evaluation({name: result}, out)
             digest = result.provenance["prompts_hash"]
-            self.store.log_dataset(run_id, "prompts", digest, conversations.source, "evaluation")
+            self.store.log_dataset(run_id, "prompts", digest, base.corpus.source, "evaluation")
             self.store.log_metrics(
                 run_id, result.metrics, state["best_step"], model_id=state["model_id"], dataset=("prompts", digest)
             )

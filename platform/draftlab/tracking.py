@@ -18,11 +18,11 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 # Read by mlflow when it is imported or later; what the user has set stays.
@@ -44,6 +44,7 @@ from mlflow.entities import (  # noqa: E402
     DatasetInput,
     InputTag,
     LoggedModel,
+    LoggedModelInput,
     LoggedModelOutput,
     Metric,
     Param,
@@ -56,6 +57,9 @@ from mlflow.tracking.context import registry  # noqa: E402
 from draftlab import __version__  # noqa: E402
 from draftlab.config import TrackingConfig  # noqa: E402
 from draftlab.errors import UserError  # noqa: E402
+
+if TYPE_CHECKING:
+    from draftlab.evaluation import Evaluation
 
 PARAM_LIMIT, TAG_LIMIT = 6000, 8000
 """Characters that MLflow keeps of a value; it cuts the rest silently."""
@@ -154,6 +158,18 @@ class Store:
             self._client.log_batch(run_id, params=chunk)
         return run_id
 
+    @contextmanager
+    def run(self, name: str, **how: Any) -> Iterator[str]:
+        """`start_run`, and the end that the block comes to: FINISHED, KILLED by a signal, or FAILED with its error."""
+        run_id = self.start_run(name, **how)
+        try:
+            yield run_id
+        except BaseException as error:
+            status = "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED"
+            self.end_run(run_id, status, f"{type(error).__name__}: {error}")
+            raise
+        self.end_run(run_id, "FINISHED")
+
     def log_metrics(
         self,
         run_id: str,
@@ -233,6 +249,48 @@ class Store:
         self._client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=step)])
         self.log_metrics(run_id, metrics, step, model_id=model.model_id)
         return model.model_id
+
+    def link_checkpoints(self, run_id: str, folders: Sequence[Path]) -> list[str | None]:
+        """Link a run to the checkpoints that it used; the tag draftlab.training_runs names the runs that made them.
+
+        Args:
+            run_id: the run.
+            folders: the checkpoints' files, wherever they stand now.
+
+        Returns:
+            Their model ids; None where this experiment has no such checkpoint.
+        """
+        models = []
+        for folder in folders:
+            query = f"tags.`draftlab.digest` = '{_folder_digest(folder)}'"
+            found = self._client.search_logged_models([self.experiment_id], query, max_results=1)
+            models.append(found[0] if found else None)
+        if known := {model.model_id: model.source_run_id for model in models if model}:
+            self._client.log_inputs(run_id, models=[LoggedModelInput(model_id) for model_id in known])
+            self._client.set_tag(run_id, "draftlab.training_runs", ", ".join(dict.fromkeys(known.values())))
+        return [model and model.model_id for model in models]
+
+    def log_evaluations(
+        self, run_id: str, evaluations: Mapping[str, Evaluation], prompts: str, folders: Mapping[str, Path], out: Path
+    ) -> None:
+        """Keep what evaluations found, linked to the checkpoints that they are of.
+
+        Args:
+            run_id: the run.
+            evaluations: name -> evaluation; where there are several, their metrics begin with `NAME/`.
+            prompts: what was asked for, as the source of the data.
+            folders: draft -> its checkpoint's files.
+            out: folder of the written results.
+        """
+        models = dict(zip(folders, self.link_checkpoints(run_id, list(folders.values()))))
+        for name, found in evaluations.items():
+            prefix = "" if len(evaluations) == 1 else re.sub(r"[^\w\-. /]", "_", name).strip("/") + "/"
+            data = ("prompts", found.provenance["prompts_hash"])
+            self.log_dataset(run_id, *data, source=prompts, context="evaluation")
+            values = {prefix + key: value for key, value in found.metrics.items()}
+            self.log_metrics(run_id, values, model_id=models[found.provenance["draft"]], dataset=data)
+            self.log_table(run_id, found.prompts, f"{prefix}prompts.csv")
+        self.log_artifacts(run_id, out)
 
     def log_dataset(self, run_id: str, name: str, digest: str, source: str, context: str) -> None:
         """Name the data that a run used.

@@ -31,7 +31,7 @@ from draftlab.errors import UserError
 from draftlab.features import Batch, Features
 from draftlab.init import check_layers, initialise
 from draftlab.loss import cross_entropy
-from draftlab.target import Ends, Target, load_target, load_target_config
+from draftlab.target import Ends, Head, Target, check_layer_ids, find_device, load_target, load_target_config
 
 REPORT_SECONDS = 5.0
 """Between two reports of a running loop."""
@@ -75,12 +75,22 @@ def prepare(runs: dict[str, Run], say: Callable[..., None]) -> Prepared:
         UserError: naming the run that is wrong, before any long work.
     """
     first = next(iter(runs.values()))
+    device = find_device(first.target.device)
     shape = load_target_config(first.target)
-    layers: set[int] = set(first.features.layers or ())
+    layers: set[int] = set()
+    if first.features.layers is not None:
+        layers.update(check_layer_ids(first.features.layers, shape.num_hidden_layers, "features.layers"))
     for name, run in runs.items():
         if (run.target, run.corpus, run.features) != (first.target, first.corpus, first.features):
             raise UserError(f"trial {name}: target, corpus and features must be the same for all trials")
         try:
+            if run.cluster.address == "local":  # elsewhere the workers may have a GPU that the driver lacks
+                _check_attention(run, device)
+            if run.draft.block_size > run.corpus.max_length:
+                raise UserError(
+                    f"draft.block_size: expected at most corpus.max_length={run.corpus.max_length}, "
+                    f"got {run.draft.block_size}"
+                )
             layers.update(adapt(shape, run.draft, mask_token_id=0).target_layer_ids)
         except UserError as error:
             raise UserError(f"trial {name}: {error}") from error
@@ -114,6 +124,11 @@ def prepare(runs: dict[str, Run], say: Callable[..., None]) -> Prepared:
         vocabulary=frequent_tokens(corpus, max(run.draft.vocab or 0 for run in runs.values()), target.vocab_size),
         provenance=checkpoint.provenance(),
     )
+
+
+def _check_attention(run: Run, device: torch.device) -> None:
+    if run.draft.attention == "flex" and device.type == "cpu":
+        raise UserError("draft.attention=flex: can't be trained on a CPU, expected auto, split or dense")
 
 
 def frequent_tokens(corpus: Corpus, count: int, vocab_size: int) -> tuple[int, ...]:
@@ -211,8 +226,7 @@ class _Loop:
         self.main = rank == 0
         target = load_target(run.target)
         self.device = target.device
-        if run.draft.attention == "flex" and self.device.type == "cpu":
-            raise UserError("draft.attention=flex: can't be trained on a CPU, expected auto, split or dense")
+        _check_attention(run, self.device)
         spec = adapt(target.config, run.draft, target.mask_token_id)
         self.data = self._open(target, spec)
         self.draft = Draft(spec, run.draft.attention)
@@ -356,7 +370,7 @@ class _Loop:
             candidates = blocks.anchor_candidates(batch.supervised, batch.lengths)
             anchors, valid = blocks.spread_anchors(candidates, config.offline_anchors)
             part = make_blocks(batch, anchors, valid, spec, everywhere)
-            correct = self._leading_correct(self._hidden(self.draft, part), part)
+            correct = leading_correct(self._hidden(self.draft, part), part, self.head, self.run.loss.chunk_rows)
             valid = part.weights[..., 1:].cpu().numpy() > 0
             totals[:, 0] += metrics.offline_acceptance(correct, valid)
             totals[:, 1:] += metrics.offline_slot_counts(correct, valid)
@@ -364,22 +378,6 @@ class _Loop:
         survival = metrics.survival_curve(np.array(passed), np.array(reached))
         result = {"heldout_acceptance_length": tokens / rounds} if rounds else {}
         return result | {f"heldout_survival_{k}": float(p) for k, p in enumerate(survival, 1) if np.isfinite(p)}
-
-    def _leading_correct(self, hidden: Tensor, part: Blocks) -> np.ndarray:
-        """(N, A, B-1) bool: is the drafted token the data's? The head is only asked where all earlier slots were."""
-        correct = torch.zeros(part.labels.shape, dtype=torch.bool, device=hidden.device)
-        alive = part.weights[..., 1] > 0
-        head = self.head
-        for slot in range(1, part.labels.shape[-1]):
-            alive = alive & (part.weights[..., slot] > 0)
-            rows = hidden[:, :, slot][alive].to(head.weight.dtype)
-            if not len(rows):
-                break
-            guess = torch.cat([head.greedy(chunk) for chunk in rows.split(self.run.loss.chunk_rows)])
-            right = torch.zeros_like(alive)
-            right[alive] = guess == part.labels[:, :, slot][alive]
-            correct[..., slot] = alive = right
-        return correct[..., 1:].cpu().numpy()
 
     def _save(self) -> Path | None:
         if not self.main:
@@ -413,6 +411,27 @@ class _Loop:
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds = state["step"], state["seconds"]
         self.supervised_tokens, self.empty_steps = state["supervised_tokens"], state["empty_steps"]
+
+
+def leading_correct(hidden: Tensor, part: Blocks, head: Head, chunk_rows: int) -> np.ndarray:
+    """(N, A, B-1) bool: is the drafted token the data's? The head is only asked where all earlier slots were.
+
+    Args:
+        hidden: (N, A, B, D) the draft's.
+        chunk_rows: most rows of the head's logits at once.
+    """
+    correct = torch.zeros(part.labels.shape, dtype=torch.bool, device=hidden.device)
+    alive = part.weights[..., 1] > 0
+    for slot in range(1, part.labels.shape[-1]):
+        alive = alive & (part.weights[..., slot] > 0)
+        rows = hidden[:, :, slot][alive].to(head.weight.dtype)
+        if not len(rows):
+            break
+        guess = torch.cat([head.greedy(chunk) for chunk in rows.split(chunk_rows)])
+        right = torch.zeros_like(alive)
+        right[alive] = guess == part.labels[:, :, slot][alive]
+        correct[..., slot] = alive = right
+    return correct[..., 1:].cpu().numpy()
 
 
 def _coverage(part: Blocks) -> tuple[int, int]:

@@ -54,7 +54,10 @@ def test_extending_anything_but_a_file_beside_it_is_refused(tmp_path, text):
     refusal(path=written(tmp_path, text))
 
 
-@pytest.mark.parametrize("text", ["a: [1", "- just\n- a list", "word", "\x00", "!!python/object/apply:os.getcwd []"])
+BROKEN = ["a: [1", "- just\n- a list", "word", "false", "\x00", "seed: 0b_", "seed: !!bool x", "[" * 9999]
+
+
+@pytest.mark.parametrize("text", [*BROKEN, "!!python/object/apply:os.getcwd []"])
 def test_broken_yaml_is_refused_and_never_executed(tmp_path, text):
     path = written(tmp_path, text)
     assert str(path) in refusal(path=path)
@@ -78,6 +81,14 @@ def test_the_last_of_two_overrides_counts():
 def test_floats_may_be_written_in_every_usual_way(tmp_path, text, value):
     assert config.load(overrides=[f"train.weight_decay={text}"]).train.weight_decay == value
     assert config.load(written(tmp_path, f"train:\n  weight_decay: {text}\n")).train.weight_decay == value
+
+
+@pytest.mark.parametrize("text", ["2026-01-01", "2026-13-45", "2026-01-01 10:00:00"])
+def test_a_date_is_text(tmp_path, text):
+    assert config.load(overrides=[f"tracking.experiment={text}"]).tracking.experiment == text
+    assert config.load(written(tmp_path, f"tracking: {{experiment: '{text}'}}\n")).tracking.experiment == text
+    run = config.load(written(tmp_path, f"tracking:\n  experiment: {text}\n"))
+    assert config.load(written(tmp_path, run.to_yaml())) == run and run.tracking.experiment == text
 
 
 @pytest.mark.parametrize(
@@ -128,6 +139,8 @@ WRONG = [
     "tracking.log_checkpoints=1",
     "cluster.gpus_per_worker=some",
     "seed=-1",
+    "seed=9223372036854775808",
+    "corpus.conversations=1",
     "seed=null",
 ]
 
@@ -147,7 +160,7 @@ def test_a_whole_section_is_no_override_since_it_would_reset_its_other_keys():
     assert "train.key=value" in refusal(["train={steps: 3}"])
 
 
-@pytest.mark.parametrize("override", ["train.steps", "=3", "train.steps=[1", ""])
+@pytest.mark.parametrize("override", ["train.steps", "=3", "train.steps=[1", "train.steps=0b_", ""])
 def test_an_override_that_is_no_assignment_is_refused(override):
     refusal([override])
 

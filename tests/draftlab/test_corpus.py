@@ -11,8 +11,9 @@ import yaml
 
 from draftlab import corpus
 from draftlab.config import CorpusConfig, TargetConfig
-from draftlab.corpus import encode, generate, load_corpus, read_prompts, write_corpus, write_file
+from draftlab.corpus import encode, generate, load_corpus, write_corpus, write_file
 from draftlab.errors import UserError
+from draftlab.prompts import read_prompts
 from draftlab.target import load_target
 from experiments import build_corpus
 
@@ -162,12 +163,46 @@ def test_several_turns_are_answered_one_after_another_and_old_answers_replaced(t
             assert row["ids"][start:end] == alone(tiny, row["ids"][:start], 100)
 
 
+def test_words_of_the_assistant_before_the_first_question_are_no_part_of_it(tiny):
+    prompts = [[assistant("OLD"), user("one")], [{"role": "system", "content": "S"}, assistant("OLD"), user("two")]]
+    rows = list(write_corpus(tiny, prompts, settings(), 0, quiet))
+    assert [[m["role"] for m in row["messages"]] for row in rows] == [
+        ["user", "assistant"], ["system", "user", "assistant"],
+    ]
+
+
 def test_prompts_that_leave_no_room_are_left_out_and_counted(tiny):
     said = []
     prompts = [[user("short")], [user("long " * 40)]]
     rows = list(write_corpus(tiny, prompts, settings(), 0, lambda text, doing=None: said.append(text)))
     assert [row["messages"][0]["content"] for row in rows] == ["short"]
     assert any("1 prompts of more than 95 tokens were left out" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"write_response_tokens": 2048}, "corpus.write_response_tokens: .* 2048 positions .* got 2048"),
+        ({"write_response_tokens": 1000, "write_prompt_tokens": 1100}, r"a prompt \(1100\) and a response, got 1000"),
+        ({"max_length": 8}, "corpus.max_length: expected at least .* got 8"),
+    ],
+)
+def test_sizes_without_room_for_a_response_are_refused_before_any_writing(tiny, monkeypatch, changes, message):
+    monkeypatch.setattr(corpus, "generate", lambda *_, **__: pytest.fail("long work began"))
+    with pytest.raises(UserError, match=message):
+        next(write_corpus(tiny, None, settings(**changes), 0, quiet))
+
+
+def test_the_longest_response_that_the_target_has_positions_for_is_accepted(tiny):
+    most = 2048 - len(tiny.chat([user("")])) - 1
+    assert list(write_corpus(tiny, [], settings(write_response_tokens=most), 0, quiet)) == []
+    with pytest.raises(UserError, match=f"got {most + 1}"):
+        list(write_corpus(tiny, [], settings(write_response_tokens=most + 1), 0, quiet))
+
+
+def test_a_length_beyond_the_targets_positions_is_refused_before_the_corpus_is_read(tiny):
+    with pytest.raises(UserError, match="corpus.max_length: expected at most the target's 2048 positions, got 2049"):
+        load(tiny, "/no/such/file.jsonl", max_length=2049)
 
 
 # ---- tokens and mask
@@ -304,7 +339,12 @@ def test_the_fingerprint_follows_the_tokens(tiny, tmp_path):
         (json.dumps({**talk(1), "ids": ["a"], "supervised": []}), 'line 2: expected "ids"'),
         (json.dumps({**talk(1), "ids": [1]}), 'line 2: expected "ids"'),
         (json.dumps({**talk(1), "ids": [1, 300], "supervised": [[0, 1]]}), "line 2: token id 300 is beyond .* 300;"),
+        (json.dumps({**talk(1), "ids": [-1, 2], "supervised": [[0, 1]]}), "line 2: token id -1 is beyond .* 300;"),
         (json.dumps({**talk(1), "ids": [65, 66], "supervised": [[0, 1]]}), "line 2: its tokens don't spell"),
+        (json.dumps({"messages": [assistant("hi"), *talk(1)["messages"]]}), "line 2: expected a conversation"),
+        (json.dumps({"messages": [user("half a pair \ud800"), assistant("b")]}), 'line 2: expected "messages"'),
+        ("[" * 9999, "line 2: not valid JSON"),
+        ('{"messages": ' + "1" * 5000 + "}", "line 2: not valid JSON"),
     ],
 )
 def test_a_broken_line_is_named(tiny, tmp_path, line, message):
@@ -313,6 +353,19 @@ def test_a_broken_line_is_named(tiny, tmp_path, line, message):
     with pytest.raises(UserError, match=message) as caught:
         load(tiny, str(path))
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ids": [65.5, 66]}, {"ids": ["65", "66"]}, {"ids": [True, False]}, {"ids": [[65, 66]]}, {"ids": 65},
+        {"supervised": [[0.5, 1.5]]}, {"supervised": ["01"]}, {"supervised": [0, 1]}, {"supervised": [True, False]},
+    ],
+)
+def test_tokens_that_are_no_integers_are_refused_wherever_they_stand(tiny, tmp_path, wrong):
+    rows = [talk(i) for i in range(20)] + [{**talk(20), "ids": [65, 66], "supervised": [[0, 1]], **wrong}]
+    with pytest.raises(UserError, match='line 21: expected "ids", integers'):
+        load(tiny, save(tmp_path / "c.jsonl", rows))
 
 
 @pytest.mark.parametrize(
@@ -329,12 +382,32 @@ def test_a_corpus_with_nothing_to_learn_from_is_refused(tiny, tmp_path, rows, me
 
 
 def test_a_file_that_is_not_there_or_cut_short_is_one_clear_line(tiny, tmp_path):
-    with pytest.raises(UserError, match="No such file"):
-        load(tiny, str(tmp_path / "none.jsonl"))
+    for path, message in ((str(tmp_path / "none.jsonl"), "No such file"), ("~nobody-at-all/c.jsonl", "user's home")):
+        with pytest.raises(UserError, match=message):
+            load(tiny, path)
+        with pytest.raises(UserError, match=message):
+            read_prompts(path, 1)
     whole = gzip.compress(b"\n".join(json.dumps(talk(i)).encode() for i in range(200)))
     (tmp_path / "half.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="half.jsonl.gz, line .*can't be read"):
         load(tiny, str(tmp_path / "half.jsonl.gz"))
+
+
+@pytest.mark.parametrize("at", range(20, 400, 20))
+def test_a_compressed_file_with_a_damaged_byte_is_one_clear_line(tiny, tmp_path, at):
+    random = np.random.default_rng(0)
+    rows = [talk(i, str(random.integers(10**9))) for i in range(100)]
+    data = bytearray(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    data[at] ^= 0xFF
+    (tmp_path / "c.jsonl.gz").write_bytes(data)
+    with pytest.raises(UserError, match="c.jsonl.gz, line"):
+        load(tiny, str(tmp_path / "c.jsonl.gz"))
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tiny, tmp_path):
+    plain = save(tmp_path / "a.jsonl", [talk(i) for i in range(4)])
+    (tmp_path / "b.jsonl").write_text((tmp_path / "a.jsonl").read_text(), encoding="utf-8-sig")
+    assert load(tiny, str(tmp_path / "b.jsonl")).fingerprint == load(tiny, plain).fingerprint
 
 
 def test_the_packaged_corpus_is_for_the_packaged_target_only(tiny):
@@ -375,48 +448,99 @@ def test_an_interrupted_write_leaves_nothing_and_spoils_nothing(tmp_path):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize(
-    "row, said",
-    [
-        ({"prompt": "a"}, ["a"]),
-        ({"turns": ["a", "b"]}, ["a", "b"]),
-        ({"question": "a", "answer": "b"}, ["a"]),
-        ({"instruction": "a"}, ["a"]),
-        ({"messages": [user("a"), assistant("b")]}, ["a", "b"]),
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, ["a", "b"]),
-    ],
-)
-def test_prompts_are_read_from_the_usual_kinds_of_rows(tmp_path, row, said):
-    (messages,) = read_prompts(save(tmp_path / "p.jsonl", [row, row]), 1)
-    assert [m["content"] for m in messages] == said
-    talk_of_two = "messages" in row or "conversations" in row
-    assert [m["role"] for m in messages] == (["user", "assistant"] if talk_of_two else ["user"] * len(said))
+SMALL = ["target.model=tiny", "target.dtype=float32", "corpus.write_response_tokens=8", "corpus.write_batch=2"]
 
 
-@pytest.mark.parametrize("row", [{}, {"text": "a"}, {"prompt": 3}, {"messages": [assistant("a")]}])
-def test_a_row_without_a_prompt_is_named(tmp_path, row):
-    with pytest.raises(UserError, match="row 1: expected"):
-        read_prompts(save(tmp_path / "p.jsonl", [row]), 5)
+def build(out, *more):
+    return build_corpus.main(["--out", str(out), *SMALL, "corpus.write_conversations=6", *more])
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """How many batches were written; the one numbered `dies_at` is interrupted."""
+
+    class Batches:
+        count, dies_at = 0, None
+
+    now, real = Batches(), corpus._continue
+
+    def counted(*args):
+        now.count += 1
+        if now.count == now.dies_at:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(corpus, "_continue", counted)
+    return now
+
+
+@pytest.mark.parametrize("damage", [b"", b'\n{"0123', b"\n[3]"])
+def test_an_interrupted_writing_goes_on_when_the_command_is_repeated(tiny, tmp_path, batches, capsys, damage):
+    build(tmp_path / "whole.jsonl")
+    whole = batches.count
+    assert whole > 4  # prompts, and three batches of answers
+    for dies_at in (2, whole - 1):
+        batches.count, batches.dies_at = 0, dies_at
+        with pytest.raises(KeyboardInterrupt):
+            build(tmp_path / "c.jsonl")
+        with (tmp_path / "c.jsonl.journal").open("ab") as file:
+            file.write(damage)
+        batches.dies_at = None
+        assert build(tmp_path / "c.jsonl") == 0 and batches.count == whole + 1  # the interrupted one came twice
+        assert "finished batches" in capsys.readouterr().out
+        assert {file.name for file in tmp_path.glob("c.*")} == {"c.jsonl", "c.yaml"}
+        assert (tmp_path / "c.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+        (tmp_path / "c.jsonl").unlink(), (tmp_path / "c.yaml").unlink()
+
+
+def test_a_journal_of_other_settings_is_of_no_use(tmp_path, batches):
+    build(tmp_path / "whole.jsonl", "seed=1")
+    whole, batches.count, batches.dies_at = batches.count, 0, 4
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path / "c.jsonl")
+    batches.count, batches.dies_at = 0, None
+    build(tmp_path / "c.jsonl", "seed=1")
+    assert batches.count == whole
+    assert (tmp_path / "c.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_an_interrupted_corpus_in_the_cache_goes_on_too(tiny, tmp_path, monkeypatch, batches):
+    monkeypatch.setenv("DRAFTLAB_CACHE", str(tmp_path))
+    config, batches.dies_at = settings(source="self", write_conversations=6), 3
+    with pytest.raises(KeyboardInterrupt):
+        load_corpus(config, tiny, 0, quiet)
+    said, batches.dies_at = [], None
+    read = load_corpus(config, tiny, 0, lambda text, doing=None: said.append(text))
+    assert len(read.rows) == 6 and any("going on after" in text for text in said)
+    assert not list((tmp_path / "corpora").glob("*.journal"))
+
+
+def test_a_file_that_another_process_writes_is_refused(tmp_path):
+    with corpus.Journal.beside(tmp_path / "c.jsonl", quiet):
+        with pytest.raises(UserError, match="c.jsonl: another process is writing it"):
+            build(tmp_path / "c.jsonl")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_script_writes_a_corpus_that_loads_and_a_recipe_that_says_how(tiny, tmp_path, capsys):
     prompts = save(tmp_path / "prompts.jsonl", [{"prompt": f"question {i}"} for i in range(5)])
     out = tmp_path / "new" / "corpus.jsonl.gz"
-    small = ["target.model=tiny", "target.dtype=float32", "corpus.write_response_tokens=8", "corpus.write_batch=2"]
-    assert build_corpus.main(["--prompts", prompts, "--out", str(out), *small, "corpus.write_conversations=4"]) == 0
+    assert build(out, "--prompts", prompts, "corpus.write_conversations=4") == 0
     read = load(tiny, str(out))
     assert [row.messages[0]["content"] for row in read.rows] == [f"question {i}" for i in range(4)]
     recipe = yaml.safe_load(out.with_name("corpus.yaml").read_text())
     assert recipe["target"] == {"name": "tiny", "revision": None, "fingerprint": tiny.fingerprint}
     assert (recipe["conversations"], recipe["seed"], recipe["prompts"]) == (4, 0, prompts)
     assert recipe["supervised_tokens"] == sum(int(row.supervised.sum()) for row in read.rows)
-    assert recipe["command"].startswith("python experiments/build_corpus.py --prompts")
+    assert recipe["command"].startswith("python experiments/build_corpus.py --out")
     assert "wrote 4 conversations" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("out", ["corpus.txt", "file/corpus.jsonl"])
+@pytest.mark.parametrize("out", ["corpus.txt", "file/corpus.jsonl", "file.jsonl", "folder.jsonl", "recipe.jsonl.gz"])
 def test_the_script_refuses_a_place_it_can_not_write_before_any_work(tmp_path, out):
-    (tmp_path / "file").write_text("")
+    for name in ("file", "file.jsonl", "recipe.yaml"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(UserError, match="--out"):
         build_corpus.main(["--out", str(tmp_path / out), "target.model=/no/such/target"])
 

@@ -110,6 +110,15 @@ def test_the_uniform_layer_choice_is_the_published_formula(count, depth, ids):
     assert uniform_layer_ids(count, depth) == ids
 
 
+@pytest.mark.parametrize("depth", [4, 5, 30, 36])
+def test_as_many_layers_as_a_target_has_to_spread_over_and_no_more(depth):
+    target = llama(num_hidden_layers=depth)
+    most = DraftConfig(num_hidden_layers=1, num_target_layers=depth - 3)
+    assert len(adapt(target, most, 0).target_layer_ids) == depth - 3
+    with pytest.raises(UserError, match=f"a target of {depth} layers has {depth - 3} to spread over"):
+        adapt(target, DraftConfig(num_hidden_layers=1, num_target_layers=depth - 2), 0)
+
+
 def test_a_llama_like_target_is_adapted():
     target = llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}, rms_norm_eps=1e-5)
     spec = adapt(target, DraftConfig(block_size=8, num_hidden_layers=2, target_layer_ids=[2, 0]), mask_token_id=7)
@@ -160,7 +169,7 @@ def test_a_gemma3_like_target_lends_its_full_attention_rope():
         (dict(target_layer_ids=[-1]), "got -1"),
         (dict(target_layer_ids=[1, 1]), "more than once"),
         (dict(target_layer_ids=[]), "at least one"),
-        (dict(target_layer_ids=None, num_target_layers=4), "more than once"),
+        (dict(target_layer_ids=None, num_target_layers=4), "has 2 to spread over"),
         (dict(mask_token_id=VOCABULARY), f"below the target's {VOCABULARY}"),
         (dict(mask_token_id=-1), "got -1"),
         (dict(init="target_layers", num_hidden_layers=6), "6 draft layers"),

@@ -1,5 +1,6 @@
 """Evaluation on the tiny target: what it reports, what it refuses, and that one bad prompt costs only itself."""
 
+import gzip
 import importlib.util
 import json
 import math
@@ -15,6 +16,7 @@ from draftlab.config import DraftConfig, EvalConfig, Run, TargetConfig
 from draftlab.decode import decode_target
 from draftlab.draft import Draft, adapt
 from draftlab.errors import UserError
+from draftlab.prompts import Prompt
 from draftlab.target import load_target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,8 +42,12 @@ def draft(target, block_size=4, seed=0):
     return made.eval()
 
 
-def prompts(target, count=3):
-    return [target.chat([{"role": "user", "content": f"Question {i}: how many?"}]) for i in range(count)]
+def prompts(count=3):
+    return [Prompt("chat", f"question {i}", (f"Question {i}: how many?",)) for i in range(count)]
+
+
+def ids(target, prompt):
+    return target.chat(prompt.messages())
 
 
 class Knowing(Draft):
@@ -54,12 +60,13 @@ class Knowing(Draft):
 
 def knowing(target, prompt):
     made = Knowing(draft(target).spec).eval()
-    made.text, made.rows = prompt + decode_target(target, [prompt], 10)[0].tokens, target.ends.head.weight
+    made.text, made.rows = ids(target, prompt), target.ends.head.weight
+    made.text = made.text + decode_target(target, [made.text], 10)[0].tokens
     return made
 
 
 def test_an_evaluation_says_everything_that_the_contract_asks_for(target):
-    found = evaluation.evaluate(target, {"a": draft(target)}, prompts(target), QUICK, quiet, 3, {"a": "abc123"})["a"]
+    found = evaluation.evaluate(target, {"a": draft(target)}, prompts(), QUICK, quiet, 3, {"a": "abc123"})["a"]
     values = found.metrics
     for name in ("acceptance_length", "acceptance_length_macro", "speedup", "speedup_end_to_end"):
         assert values[f"{name}_low"] <= values[name] <= values[f"{name}_high"]
@@ -78,7 +85,7 @@ def test_an_evaluation_says_everything_that_the_contract_asks_for(target):
 
 
 def test_the_metrics_are_those_of_the_kept_traces(target):
-    found = evaluation.evaluate(target, {"a": draft(target)}, prompts(target), QUICK, quiet)["a"]
+    found = evaluation.evaluate(target, {"a": draft(target)}, prompts(), QUICK, quiet)["a"]
     drafts = [pair.draft for pair in found.traces]
     assert found.metrics["acceptance_length"] == metrics.acceptance_length(drafts)
     assert found.metrics["speedup"] == metrics.speedup([pair.target for pair in found.traces], drafts)
@@ -86,7 +93,7 @@ def test_the_metrics_are_those_of_the_kept_traces(target):
 
 
 def test_a_draft_that_knows_the_future_reaches_its_block_size(target):
-    asked = prompts(target, 1)
+    asked = prompts(1)
     found = evaluation.evaluate(target, {"a": knowing(target, asked[0])}, asked, QUICK, quiet)["a"]
     # 9 tokens after the prefill's, in rounds of 4, 4 and 1.
     assert found.metrics["acceptance_length"] == pytest.approx(9 / 3)
@@ -103,28 +110,28 @@ def test_every_draft_meets_the_same_target_traces_and_the_order_alternates(targe
     )
     drafts = {"a": draft(target, 2), "b": draft(target, 4)}
     settings = QUICK.model_copy(update={"repeats": 2})
-    found = evaluation.evaluate(target, drafts, prompts(target), settings, quiet)
+    found = evaluation.evaluate(target, drafts, prompts(), settings, quiet)
     there, back = ["target", 2, 4], [4, 2, "target"]
     assert calls == there + (there + back + there) + (back + there + back)  # warm-up, first and second repeat
     assert [p.target for p in found["a"].traces] == [p.target for p in found["b"].traces]
 
 
 def test_a_prompt_that_fails_is_reported_and_costs_no_other(target, monkeypatch):
-    asked, drafted = prompts(target, 4), evaluation.decode_speculative
+    asked, drafted = prompts(4), evaluation.decode_speculative
     broken = draft(target, 2)
 
-    def sometimes(target, draft, ids, limit):
-        if draft is broken and ids == [asked[1]]:
+    def sometimes(target, draft, batch, *rest):
+        if draft is broken and ids(target, asked[1]) in batch:
             raise RuntimeError("out of\nmemory")
-        return drafted(target, draft, ids, limit)
+        return drafted(target, draft, batch, *rest)
 
     monkeypatch.setattr(evaluation, "decode_speculative", sometimes)
     found = evaluation.evaluate(target, {"bad": broken, "good": draft(target)}, asked, QUICK, quiet)
     assert [row["status"] for row in found["bad"].prompts] == ["ok", "failed", "ok", "ok"]
     assert found["bad"].prompts[1]["reason"] == "draft: RuntimeError: out of memory"
-    assert found["bad"].metrics["failed"] == 1 and [pair.prompt for pair in found["bad"].traces] == [0, 2, 3]
+    assert found["bad"].metrics["failed"] == 1 and [pair.case.prompt for pair in found["bad"].traces] == [0, 2, 3]
     assert found["good"].metrics["failed"] == 0
-    assert "prompt 1 failed: draft: RuntimeError: out of memory" in evaluation.describe(found["bad"])
+    assert "question 1 failed: draft: RuntimeError: out of memory" in evaluation.describe(found["bad"])
     # The comparison is over the prompts that both have.
     assert evaluation.compare(found["good"], found["bad"], "acceptance_length", 200) == (0, 0, 0)
 
@@ -134,7 +141,7 @@ def test_an_evaluation_in_which_everything_failed_has_no_numbers_and_no_zeros(ta
         raise RuntimeError("no")
 
     monkeypatch.setattr(evaluation, "decode_speculative", never)
-    found = evaluation.evaluate(target, {"a": draft(target)}, prompts(target, 2), QUICK, quiet)
+    found = evaluation.evaluate(target, {"a": draft(target)}, prompts(2), QUICK, quiet)
     assert math.isnan(found["a"].metrics["acceptance_length"]) and math.isnan(found["a"].metrics["speedup"])
     report.write_evaluation(found, tmp_path)
     written = json.loads((tmp_path / "results.json").read_text())["a"]
@@ -147,11 +154,11 @@ def test_ctrl_c_is_not_a_failed_prompt(target, monkeypatch):
 
     monkeypatch.setattr(evaluation, "decode_speculative", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        evaluation.evaluate(target, {"a": draft(target)}, prompts(target), QUICK, quiet)
+        evaluation.evaluate(target, {"a": draft(target)}, prompts(), QUICK, quiet)
 
 
 def test_results_json_is_strict_json(target, tmp_path):
-    found = evaluation.evaluate(target, {"a": draft(target)}, prompts(target, 1), QUICK, quiet)
+    found = evaluation.evaluate(target, {"a": draft(target)}, prompts(1), QUICK, quiet)
     report.write_evaluation(found, tmp_path)
 
     def refuse(word):
@@ -167,20 +174,22 @@ def test_results_json_is_strict_json(target, tmp_path):
 def test_a_divergence_is_counted_and_described(target, monkeypatch):
     alone = evaluation.decode_target
 
-    def other(target, ids, limit):
-        (trace,) = alone(target, ids, limit)
-        trace.tokens[5] = (trace.tokens[5] + 1) % 256
-        return [trace]
+    def other(*arguments):
+        traces = alone(*arguments)
+        for trace in traces:
+            if len(trace.tokens) > 5:
+                trace.tokens[5] = (trace.tokens[5] + 1) % 256
+        return traces
 
     monkeypatch.setattr(evaluation, "decode_target", other)
-    found = evaluation.evaluate(target, {"a": draft(target)}, prompts(target, 2), QUICK, quiet)["a"]
+    found = evaluation.evaluate(target, {"a": draft(target)}, prompts(2), QUICK, quiet)["a"]
     assert found.metrics["divergences"] == 2
     assert found.prompts[0]["divergence"]["position"] == 5 and found.prompts[0]["divergence"]["gap"] > 0
     assert '"position": 5' in evaluation.describe(found)
 
 
 def test_two_drafts_are_compared_prompt_by_prompt(target):
-    (prompt,) = prompts(target, 1)
+    (prompt,) = prompts(1)
     drafts = {"good": knowing(target, prompt), "poor": draft(target)}
     found = evaluation.evaluate(target, drafts, [prompt] * 3, QUICK, quiet)
     difference, low, high = evaluation.compare(found["good"], found["poor"], "acceptance_length", 200)
@@ -192,10 +201,167 @@ def test_two_drafts_are_compared_prompt_by_prompt(target):
 
 def test_evaluations_of_other_prompts_are_not_compared(target):
     drafts = {"a": draft(target)}
-    one = evaluation.evaluate(target, drafts, prompts(target, 1), QUICK, quiet)["a"]
-    two = evaluation.evaluate(target, drafts, prompts(target, 2), QUICK, quiet)["a"]
+    one = evaluation.evaluate(target, drafts, prompts(1), QUICK, quiet)["a"]
+    two = evaluation.evaluate(target, drafts, prompts(2), QUICK, quiet)["a"]
     with pytest.raises(ValueError, match="same prompts"):
         evaluation.compare(one, two, "speedup", 200)
+
+
+# ---- turns, batches, block sizes, sampling, groups
+
+
+def talk(count=2):
+    return [Prompt("talk", f"talk {i}", (f"Question {i}?", "And then?", "Really?"), "Be brief.") for i in range(count)]
+
+
+def test_each_turn_follows_the_targets_own_answers_for_every_draft_alike(target):
+    drafts = {"a": draft(target, 2), "b": draft(target, 4, seed=1)}
+    found = evaluation.evaluate(target, drafts, [*prompts(1), *talk(1)], QUICK, quiet)
+    assert [(p.case.prompt, p.case.turn) for p in found["a"].traces] == [(0, 1), (1, 1), (1, 2), (1, 3)]
+    assert [p.case.ids for p in found["a"].traces] == [p.case.ids for p in found["b"].traces]
+    (conversation,) = talk(1)
+    answers = []
+    for pair in found["a"].traces[1:]:
+        asked = target.chat(conversation.messages(answers))
+        assert pair.case.ids == asked and pair.target.tokens == decode_target(target, [asked], 10)[0].tokens
+        answers.append(target.tokenizer.decode(pair.target.tokens, skip_special_tokens=True))
+    values = found["a"].metrics
+    assert (values["prompts"], values["answers"], values["failed"]) == (2, 4, 0)
+
+
+def test_the_turns_of_a_conversation_are_one_draw_of_the_bootstrap(target):
+    found = evaluation.evaluate(target, {"a": draft(target)}, talk(1), QUICK, quiet)["a"]
+    assert len(found.traces) == 3 and math.isnan(found.metrics["acceptance_length_low"]), "one conversation"
+
+
+def test_an_answer_that_fails_takes_the_later_turns_of_its_conversation_and_no_other(target, monkeypatch):
+    alone, first = evaluation.decode_target, ids(target, talk()[0])
+
+    def sometimes(target, batch, *rest):
+        if first in batch:
+            raise RuntimeError("no")
+        return alone(target, batch, *rest)
+
+    monkeypatch.setattr(evaluation, "decode_target", sometimes)
+    found = evaluation.evaluate(target, {"a": draft(target)}, talk(), QUICK, quiet)["a"]
+    assert [row["status"] for row in found.prompts] == ["failed"] * 3 + ["ok"] * 3
+    assert found.prompts[1]["reason"] == "turn 1: RuntimeError: no"
+
+
+def test_batches_give_the_same_tokens_and_rounds_as_prompts_one_by_one(target):
+    drafts = {"a": draft(target)}
+    asked = [*prompts(4), *talk(1)]
+    one, four = (
+        evaluation.evaluate(target, drafts, asked, QUICK.model_copy(update={"batch_size": size}), quiet)["a"]
+        for size in (1, 4)
+    )
+    for a, b in zip(one.traces, four.traces, strict=True):
+        assert a.case == b.case and a.target.tokens == b.target.tokens and a.draft.tokens == b.draft.tokens
+        assert [r.committed for r in a.draft.rounds] == [r.committed for r in b.draft.rounds]
+    assert four.provenance["batch_size"] == 4 and max(r.rows for p in four.traces for r in p.draft.rounds) == 4
+
+
+def test_one_failing_prompt_in_a_hundred_costs_none_of_the_other_99(target, monkeypatch):
+    asked, drafted = prompts(100), evaluation.decode_speculative
+    bad, batches = ids(target, asked[42]), []
+
+    def sometimes(target, draft, batch, *rest):
+        if bad in batch:
+            raise RuntimeError("no")
+        batches.append(len(batch))
+        return drafted(target, draft, batch, *rest)
+
+    monkeypatch.setattr(evaluation, "decode_speculative", sometimes)
+    settings = EvalConfig(max_new_tokens=3, bootstrap=100, batch_size=10)
+    found = evaluation.evaluate(target, {"a": draft(target)}, asked, settings, quiet)["a"]
+    assert [row["prompt"] for row in found.prompts if row["status"] == "failed"] == [42]
+    assert found.prompts[42]["reason"] == "draft: RuntimeError: no"
+    for pair in found.traces:  # nobody has another's numbers
+        assert pair.case.ids == ids(target, asked[pair.case.prompt])
+        assert pair.draft.tokens == pair.target.tokens == decode_target(target, [pair.case.ids], 3)[0].tokens
+    assert batches.count(10) == 10 and batches.count(9) == 1, "the nine others of its batch are decoded together again"
+
+
+def test_a_batch_that_fails_only_as_a_batch_is_a_failure_of_all(target, monkeypatch):
+    alone = evaluation.decode_target
+
+    def small(target, batch, *rest):
+        if len(batch) > 1:
+            raise MemoryError("too much")
+        return alone(target, batch, *rest)
+
+    monkeypatch.setattr(evaluation, "decode_target", small)
+    settings = QUICK.model_copy(update={"batch_size": 2})
+    found = evaluation.evaluate(target, {"a": draft(target)}, prompts(3), settings, quiet)["a"]
+    assert [row["reason"] for row in found.prompts] == ["target: in a batch of 2: MemoryError: too much"] * 2 + [None]
+
+
+def test_one_draft_is_decoded_at_each_block_size(target):
+    drafts = {"a": draft(target, 4), "b": draft(target, 2)}
+    found = evaluation.evaluate(target, drafts, prompts(), QUICK, quiet, checkpoints={"a": "x"}, block_sizes=[2, 4, 8])
+    assert list(found) == [f"{name} b={size}" for name in "ab" for size in (2, 4, 8)]
+    for name, one in found.items():
+        assert len(one.survival) == one.provenance["block_size"] - 1 and one.metrics["divergences"] == 0
+        assert one.provenance["draft"] == name[0] and one.provenance["trained_block_size"] == (4 if "a" in name else 2)
+    table = report.block_size_table(report.by_block_size(found))
+    assert [line.split()[-3::2] for line in table.splitlines()[1:]] and "a (trained B=4)" in table
+    assert len(report.by_block_size(found)) == 6
+    with pytest.raises(UserError, match="block size: expected at least 2"):
+        evaluation.evaluate(target, drafts, prompts(), QUICK, quiet, block_sizes=[4, 1])
+
+
+@pytest.mark.parametrize("mode", ["rejection", "greedy_draft"])
+def test_a_sampled_evaluation_names_its_protocol_repeats_and_counts_no_divergences(target, mode):
+    settings = QUICK.model_copy(update={"temperature": 1.0, "top_p": 0.9, "mode": mode})
+    one, two = (evaluation.evaluate(target, {"a": draft(target)}, prompts(), settings, quiet, 5)["a"] for _ in range(2))
+    assert one.provenance["protocol"] == f"{mode}, temperature 1, top-p 0.9"
+    assert [p.draft.tokens for p in one.traces] == [p.draft.tokens for p in two.traces]
+    assert one.metrics["divergences"] == 0 and "walk_agreement" not in one.metrics
+
+
+def test_results_are_broken_down_by_domain_turn_context_and_position(target):
+    found = evaluation.evaluate(target, {"a": draft(target)}, [*prompts(2), *talk(2)], QUICK, quiet)["a"]
+    rows = {(row["by"], row["group"]): row for row in found.breakdown}
+    assert rows["domain", "chat"]["answers"] == 2 and rows["domain", "talk"]["answers"] == 6
+    assert [rows["turn", str(turn)]["answers"] for turn in (1, 2, 3)] == [4, 2, 2]
+    for by in ("domain", "turn", "context", "position"):
+        some = [row for row in found.breakdown if row["by"] == by]
+        assert sum(row["rounds"] for row in some) == found.metrics["rounds"]
+        tokens = sum(row["rounds"] * row["acceptance_length"] for row in some)
+        assert tokens == pytest.approx(found.metrics["rounds"] * found.metrics["acceptance_length"])
+    talks = [pair.draft for pair in found.traces if pair.case.domain == "talk"]
+    assert rows["domain", "talk"]["acceptance_length"] == metrics.acceptance_length(talks)
+    assert "talk" in evaluation.describe(found) and "position" in evaluation.describe(found)
+
+
+@pytest.mark.parametrize("tokens, bucket", [(0, 16), (15, 16), (16, 32), (31, 32), (32, 64), (1000, 1024)])
+def test_buckets_double(tokens, bucket):
+    assert evaluation._bucket(tokens) == bucket
+
+
+def test_thinking_and_a_system_prompt_reach_the_chat_template(target, monkeypatch):
+    plain = target.tokenizer.chat_template
+    template = "{% if enable_thinking %}<think>{% endif %}" + plain
+    settings = QUICK.model_copy(update={"thinking": True, "system": "Be nice."})
+    with pytest.raises(UserError, match="eval.thinking=True: the chat template of tiny has no thinking mode"):
+        evaluation.evaluate(target, {"a": draft(target)}, prompts(1), settings, quiet)
+    monkeypatch.setattr(target.tokenizer, "chat_template", template)
+    found = evaluation.evaluate(target, {"a": draft(target)}, prompts(1), settings, quiet)["a"]
+    text = target.tokenizer.decode(found.traces[0].case.ids)
+    assert text.startswith("<think>") and "Be nice." in text and "Question 0" in text
+    assert found.provenance["thinking"] is True and found.provenance["system"] == "Be nice."
+
+
+def test_a_checkpoint_is_not_different_from_itself_and_better_than_a_worse_one(target):
+    (asked,) = prompts(1)
+    drafts = {"one": draft(target), "same": draft(target), "good": knowing(target, asked)}
+    found = evaluation.evaluate(target, drafts, [asked] * 4, QUICK, quiet)
+    rows = {(row["draft"], row["measure"]): row for row in evaluation.against_first(found, 200)}
+    same, good = rows["same", "acceptance_length"], rows["good", "acceptance_length"]
+    assert same["verdict"] == "no difference" and (same["low"], same["high"]) == (0, 0)
+    assert good["verdict"] == "better" and good["difference"] == pytest.approx(good["value"] - good["reference"])
+    assert "no difference" in report.comparison_table(list(rows.values()))
+    assert evaluation.verdict(-2, -1) == "worse" and evaluation.verdict(math.nan, math.nan) == "unknown"
 
 
 # ---- refusals, all before any decoding
@@ -215,71 +381,26 @@ def test_weights_that_are_not_finite_are_refused(target, no_decoding, value):
     with torch.no_grad():
         bad.layers[0].mlp.up_proj.weight[3, 4] = value
     with pytest.raises(UserError, match=r"bad: layers.0.mlp.up_proj.weight holds NaN or infinite"):
-        evaluation.evaluate(target, {"fine": draft(target), "bad": bad}, prompts(target), QUICK, quiet)
+        evaluation.evaluate(target, {"fine": draft(target), "bad": bad}, prompts(), QUICK, quiet)
 
 
 def test_a_draft_for_another_target_is_refused(target, no_decoding):
     other = target.config.__class__(**{**target.config.to_dict(), "vocab_size": 4000})
     stranger = Draft(adapt(other, DraftConfig(num_hidden_layers=1, target_layer_ids=[0]), 1))
     with pytest.raises(UserError, match="vocabulary 4000, but tiny has 300"):
-        evaluation.evaluate(target, {"a": stranger}, prompts(target), QUICK, quiet)
+        evaluation.evaluate(target, {"a": stranger}, prompts(), QUICK, quiet)
 
 
 def test_a_prompt_longer_than_the_targets_positions_is_refused(target, no_decoding):
-    long = [1] * (target.max_positions - 9)
-    with pytest.raises(UserError, match=f"prompt of {len(long)} tokens .* {target.max_positions} positions"):
-        evaluation.evaluate(target, {"a": draft(target)}, [*prompts(target), long], QUICK, quiet)
+    long = Prompt("chat", "prompts chat.jsonl, line 7", ("a" * target.max_positions,))
+    words = f"^prompts chat.jsonl, line 7: prompt of .* {target.max_positions} positions"
+    with pytest.raises(UserError, match=words):
+        evaluation.evaluate(target, {"a": draft(target)}, [*prompts(), long], QUICK, quiet)
 
 
 def test_nothing_to_decode_is_refused(target):
     with pytest.raises(UserError, match="one draft and one prompt, got 1 and 0"):
         evaluation.evaluate(target, {"a": draft(target)}, [], QUICK, quiet)
-
-
-# ---- prompts
-
-
-def test_humaneval_has_164_prompts_and_a_part_of_it_is_spread_evenly(target):
-    every = evaluation.load_prompts("humaneval:1000", Run(), target, quiet)
-    some = evaluation.load_prompts("humaneval:4", Run(), target, quiet)
-    assert len(every) == 164 and some == [every[i] for i in (0, 41, 82, 123)]
-    assert len(evaluation.load_prompts("humaneval", Run(), target, quiet)) == EvalConfig().prompts
-    assert "has_close_elements" in every[0][0]["content"] and every[0][0]["role"] == "user"
-
-
-def test_a_jsonl_file_may_hold_messages_prompts_or_turns(target, tmp_path):
-    rows = [
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-        {"prompt": "c"},
-        {"turns": ["d", "e"]},
-    ]
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("\n\n".join(json.dumps(row) for row in rows))
-    found = evaluation.load_prompts(str(path), Run(), target, quiet)
-    assert [[m["content"] for m in conversation] for conversation in found] == [["a"], ["c"], ["d"]]
-
-
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ('{"prompt": "fine"}\n{"prompt": 3}', r"line 2: expected .*messages"),
-        ('{"messages": []}', "line 1: expected"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 1: expected"),
-        ('{"turns": []}', "line 1: expected"),
-        ("{broken", "line 1: not valid JSON"),
-        ("", "at least one, got none"),
-    ],
-)
-def test_broken_prompt_files_are_refused_with_the_line(target, tmp_path, text, words):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(text)
-    with pytest.raises(UserError, match=words):
-        evaluation.load_prompts(str(path), Run(), target, quiet)
-
-
-def test_unknown_prompts_are_refused(target):
-    with pytest.raises(UserError, match="expected heldout, humaneval or a .jsonl file"):
-        evaluation.load_prompts("nowhere.jsonl", Run(), target, quiet)
 
 
 # ---- the scripts
@@ -315,7 +436,88 @@ def test_the_acceptance_script_writes_results_figures_and_an_mlflow_run(saved, o
     assert run.data.metrics["acceptance_length"] == results["metrics"]["acceptance_length"]
     assert run.data.params["checkpoint"] == results["provenance"]["checkpoint"]
     kept = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
-    assert {"results.json", "traces.jsonl", "survival.png", "first_failure.png", "prompts.csv"} <= kept
+    assert {"results.json", "traces.jsonl", "breakdown.csv", "prompts.csv"} <= kept
+    assert {"survival.png", "first_failure.png", "breakdown.png"} <= kept
+
+
+def test_an_evaluation_of_a_tracked_checkpoint_is_linked_to_the_run_that_trained_it(saved, outputs, store, monkeypatch):
+    monkeypatch.chdir(outputs.parent)
+    trained = store.start_run("trial", key="trial")
+    model = store.log_checkpoint(trained, saved / "draft", name="draft", step=1, params={}, metrics={})
+    arguments = ["--prompts", "humaneval:2", "eval.max_new_tokens=8", "eval.bootstrap=100"]
+    assert script("acceptance")(["--ckpt", str(saved), *arguments, "--out", "by_folder"]) == 0
+    assert script("acceptance")(["--ckpt", trained, *arguments, "--out", "by_run"]) == 0
+    client = MlflowClient(store.uri)
+    ids = [run.info.run_id for run in client.search_runs([store.experiment_id])]
+    runs = [client.get_run(run_id) for run_id in ids if run_id != trained]
+    assert len(runs) == 2
+    for run in runs:
+        assert run.data.tags["draftlab.training_runs"] == trained
+        assert [used.model_id for used in run.inputs.model_inputs] == [model]
+    measured = {metric.key: metric.value for metric in client.get_logged_model(model).metrics}
+    assert measured["acceptance_length"] == runs[0].data.metrics["acceptance_length"]
+
+
+def test_the_acceptance_script_makes_the_table_of_trained_by_decoded_block_size(saved, outputs, monkeypatch, capsys):
+    monkeypatch.chdir(outputs.parent)
+    gzip.open("chat.jsonl.gz", "wt").write('{"turns": ["How many?", "And then?"]}\n')
+    arguments = ["--ckpt", str(saved), "--prompts", "chat.jsonl.gz,humaneval:1", "--block-sizes", "2,4", "--out", "out"]
+    assert script("acceptance")([*arguments, "eval.max_new_tokens=8", "eval.bootstrap=100", "eval.batch_size=2"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"decoded b = +2 +4\n\S+ \(trained B=4\)( +\d\.\d\d x\d\.\d\d){2}", said)
+    assert re.search(r"domain +chat +2 ", said) and re.search(r"turn +2 +1 ", said)
+    results = json.loads(Path("out/results.json").read_text())
+    assert [result["provenance"]["block_size"] for result in results.values()] == [2, 4]
+    assert {row["by"] for row in results["step b=2"]["breakdown"]} == {"domain", "turn", "context", "position"}
+    assert Path("out/block_sizes.png").exists() and len(Path("out/block_sizes.csv").read_text().splitlines()) == 3
+
+
+def test_the_compare_script_says_no_difference_of_a_checkpoint_and_itself(saved, outputs, monkeypatch, capsys):
+    monkeypatch.chdir(outputs.parent)
+    twice = ["--ckpt", str(saved), "--ckpt", str(saved), "--prompts", "humaneval:3", "--out", "out"]
+    assert script("compare")([*twice, "eval.max_new_tokens=8", "eval.bootstrap=100"]) == 0
+    assert re.search(r"acceptance_length .* \+0.000 \[\+0.000, \+0.000\] no difference", capsys.readouterr().out)
+    assert Path("out/comparison.png").exists() and len(Path("out/comparison.csv").read_text().splitlines()) == 4
+    with pytest.raises(UserError, match="at least two"):
+        script("compare")(["--ckpt", str(saved)])
+
+
+def test_the_surface_script_sets_prediction_beside_measurement(saved, outputs, monkeypatch, capsys):
+    monkeypatch.chdir(outputs.parent)
+    small = ["--block-sizes", "2,4", "--batches", "1,2", "--contexts", "8,32", "--prompts", "humaneval:2,heldout:1"]
+    arguments = ["--ckpt", str(saved), *small, "--out", "out", "eval.max_new_tokens=8", "eval.bootstrap=100"]
+    assert script("speed_surface")(arguments) == 0
+    said = capsys.readouterr().out
+    assert "prediction and measurement" in said and "the predicted best block size at batch 1 is" in said
+    rows = [line.split(",")[:3] for line in Path("out/surface.csv").read_text().splitlines()[1:]]
+    assert rows == [[domain, str(size), str(batch)] for domain in ("all", "humaneval", "heldout")
+                    for batch in (1, 2) for size in (2, 3, 4)]  # fmt: skip
+    assert len(Path("out/prediction.csv").read_text().splitlines()) == 3 and Path("out/surface.png").exists()
+    with pytest.raises(UserError, match="expected one --ckpt, --block-sizes of at least 2"):
+        script("speed_surface")(["--ckpt", str(saved), "--block-sizes", "1,4"])
+
+
+@pytest.mark.parametrize("name", ["acceptance", "compare", "speed_surface"])
+def test_a_broken_prompts_file_ends_a_script_before_it_decodes(saved, outputs, monkeypatch, no_decoding, name):
+    monkeypatch.chdir(outputs.parent)
+    Path("chat.jsonl").write_text('{"prompt": "fine"}\n{"conversations": [{"from": "gpt", "value": "x"}]}\n')
+    twice = ["--ckpt", str(saved)] * (2 if name == "compare" else 1)
+    with pytest.raises(UserError, match="^prompts chat.jsonl, line 2: the conversation starts with the assistant"):
+        script(name)([*twice, "--prompts", "humaneval:1,chat.jsonl"])
+
+
+@pytest.mark.parametrize("signal, status", [(KeyboardInterrupt, "KILLED"), (SystemExit, "KILLED")])
+def test_a_stopped_script_leaves_no_run_running(saved, outputs, store, monkeypatch, signal, status):
+    monkeypatch.chdir(outputs.parent)
+
+    def stopped(*_):
+        raise signal
+
+    monkeypatch.setattr(evaluation, "decode_speculative", stopped)
+    with pytest.raises(signal):
+        script("acceptance")(["--ckpt", str(saved), "--prompts", "humaneval:1", "eval.max_new_tokens=2"])
+    (run,) = MlflowClient(store.uri).search_runs([store.experiment_id])
+    assert run.info.status == status
 
 
 def test_an_acceptance_script_that_breaks_leaves_no_run_running(saved, outputs, store, monkeypatch):
@@ -348,4 +550,4 @@ def test_the_losslessness_script_passes_a_real_draft_and_catches_a_wrong_one(sav
 
     monkeypatch.setattr(decode, "leading", careless)
     assert script("losslessness")(arguments) == 1
-    assert re.search(r"humaneval:2 0 diverges at token \d", capsys.readouterr().out)
+    assert re.search(r"humaneval, HumanEval/0 diverges at token \d", capsys.readouterr().out)

@@ -252,6 +252,27 @@ def test_the_serving_walk_restarts_where_the_accepted_run_ended():
     assert metrics.serving_walk(np.ones(6, int)) == (6, 6)
 
 
+@pytest.mark.parametrize("paired", [False, True], ids=["one draft", "difference of two"])
+def test_intervals_cover_the_truth_95_times_in_100(paired):
+    """Prompts differ in length and in how well they can be guessed; the truth is the ratio of the means."""
+    rng, repetitions, prompts = np.random.default_rng(0), 2000, 60
+
+    def draw(count):
+        rounds = rng.integers(10, 60, count)
+        easy = rng.uniform(0.5, 3.5, count)
+        return [np.stack([rounds + rng.poisson(easy * rounds * gain), rounds], 1) for gain in (1.0, 1.1)]
+
+    statistic = metrics.difference(metrics.ratio, 2) if paired else metrics.ratio
+    truth = 2.0 * 0.1 if paired else 1 + 2.0  # 1 + E[easy]; the second draft is guessed a tenth better
+    covered = 0
+    for repetition in range(repetitions):
+        first, second = draw(prompts)
+        items = np.hstack([second, first]) if paired else first
+        low, high = metrics.bootstrap(statistic, items.astype(float), 500, seed=repetition)
+        covered += low <= truth <= high
+    assert 0.93 <= covered / repetitions <= 0.97
+
+
 # ---- tests of distributions
 
 

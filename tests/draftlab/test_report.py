@@ -10,7 +10,7 @@ from matplotlib.image import imread
 from draftlab import report
 from draftlab.decode import Round, Trace
 from draftlab.errors import UserError
-from draftlab.evaluation import Evaluation, Pair
+from draftlab.evaluation import Case, Evaluation, Pair
 
 
 def row(block_size, length, speedup, **more):
@@ -148,14 +148,20 @@ def test_the_table_shows_intervals_dashes_and_reasons(tmp_path):
     assert max(len(line) for line in text) < 160
 
 
+ENDS = ("acceptance_length_low", "acceptance_length_high", "speedup_low", "speedup_high")
 EVALUATION = Evaluation(
-    metrics={"acceptance_length": 2.5, "speedup_low": float("nan")},
+    metrics={"acceptance_length": 2.5, "speedup": 1.5, **dict.fromkeys(ENDS, float("nan"))},
     survival=[0.75, 0.5, float("nan")],
     conditional_acceptance=[0.75, 2 / 3, float("nan")],
     first_failure=[1, 1, 0, 2],
+    breakdown=[{"by": "domain", "group": "chat", "acceptance_length": 2.5, **dict.fromkeys(ENDS, float("nan"))}],
     prompts=[{"prompt": 0, "status": "ok", "acceptance_length": np.float64(2.5)}],
-    provenance={"protocol": "greedy"},
-    traces=[Pair(0, Trace(3, [5, 6, 7], 0.1, 0.2), Trace(3, [5, 6, 7], 0.1, 0.03, [Round(3, 1, 2, 0.01, 0.01, 0.01)]))],
+    provenance={"protocol": "greedy", "draft": "a", "block_size": 4, "trained_block_size": 4},
+    traces=[Pair(
+        Case(0, 1, "chat", "here", [5]),
+        Trace(3, [5, 6, 7], 0.1, 0.2),
+        Trace(3, [5, 6, 7], 0.1, 0.03, [Round(3, 1, 2, 0.01, 0.01, 0.01)]),
+    )],
 )
 
 
@@ -167,14 +173,16 @@ def test_an_evaluation_is_written_as_strict_json_with_its_traces_beside_it(tmp_p
         raise ValueError(constant)
 
     results = json.loads((tmp_path / "new" / "results.json").read_text(), parse_constant=refuse)
-    assert results[name]["metrics"] == {"acceptance_length": 2.5, "speedup_low": None}
+    nothing = dict.fromkeys(ENDS)
+    assert results[name]["metrics"] == {"acceptance_length": 2.5, "speedup": 1.5, **nothing}
     assert results[name]["survival"] == [0.75, 0.5, None]
     assert results[name]["prompts"][0]["acceptance_length"] == 2.5
     assert "traces" not in results[name]
     (trace,) = map(json.loads, (tmp_path / "new" / "traces.jsonl").read_text().splitlines())
     assert trace["draft"] == name
     assert trace["traces"]["draft"]["rounds"][0]["accepted"] == 1
-    for figure in ("survival.png", "first_failure.png"):
+    assert (tmp_path / "new" / "breakdown.csv").read_text().splitlines()[1].startswith(f"{name},domain,chat,2.5,")
+    for figure in ("survival.png", "first_failure.png", "breakdown.png"):
         assert imread(tmp_path / "new" / figure).std() > 0.01
 
 

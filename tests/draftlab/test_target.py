@@ -1,10 +1,15 @@
 """The target: its layers against transformers' own tuple, its ends against its own logits, on several architectures."""
 
+import json
+import os
+import resource
+import shutil
 import threading
 
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import (
@@ -13,6 +18,8 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     MistralConfig,
     PreTrainedTokenizerFast,
@@ -278,14 +285,64 @@ def test_a_hub_that_cannot_be_reached_is_told_before_transformers_tries_again_an
         load_target(TargetConfig(model="someone/model"))
 
 
+def test_the_home_of_nobody_is_one_clear_line(monkeypatch):
+    monkeypatch.setenv("DRAFTLAB_CACHE", "~nobody-at-all/cache")
+    for name in ("~nobody-at-all/model", "tiny"):
+        with pytest.raises(UserError, match="path ~nobody-at-all/.*: expected a known user's home"):
+            load_target_config(TargetConfig(model=name))
+
+
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(UserError, match="without config.json"):
         load_target(TargetConfig(model=str(tmp_path)))
 
 
-def test_an_unknown_device_is_refused():
-    with pytest.raises(UserError, match="target.device: nonsense"):
-        load_target(TargetConfig(model="tiny", device="nonsense"))
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the tiny target's folder, which a test may damage."""
+    return shutil.copytree(load_target_config(TargetConfig(model="tiny"))._name_or_path, tmp_path / "copy")
+
+
+def rewrite(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda folder: os.truncate(folder / "model.safetensors", 1000), "can't be loaded .*header"),  # cut short
+        (lambda folder: os.truncate(folder / "model.safetensors", 0), "can't be loaded .*header"),
+        (lambda folder: (folder / "config.json").write_text("{"), "can't be loaded .*JSON"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "can't be loaded"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "can't be loaded .* one of: [^)]"),
+        (lambda folder: rewrite(folder, hidden_size=128), "can't be loaded"),
+        (lambda folder: rewrite(folder, num_attention_heads=3), "can't be loaded .*not a multiple"),
+        (lambda folder: rewrite(folder, num_hidden_layers="4"), "can't be loaded .*expected int"),
+        (lambda folder: rewrite(folder, dtype="nonsense"), "can't be loaded"),
+        (lambda folder: rewrite(folder, num_hidden_layers=6), "lack 18 weights, such as model.layers.4"),
+        (lambda folder: rewrite(folder, tie_word_embeddings=False), "lack 1 weights, such as lm_head"),
+        (lambda folder: rewrite(folder, model_type="own", auto_map={"AutoConfig": "x.Y"}), "can't be loaded .*code"),
+    ],
+)
+def test_a_damaged_target_is_one_clear_line(copy, damage, message):
+    damage(copy)
+    with pytest.raises(UserError, match=f"^target {copy}: .*{message}") as caught:
+        load_target(TargetConfig(model=str(copy)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_whose_layers_stand_elsewhere_is_refused(tiny, tmp_path):
+    tiny.tokenizer.save_pretrained(tmp_path)
+    GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="expected a decoder with .layers, got GPT2LMHeadModel"):
+        load_target(TargetConfig(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize("device", ["nonsense", "meta"])
+def test_a_device_that_can_not_be_used_is_refused_before_anything_is_read(device):
+    with pytest.raises(UserError, match=f"target.device: {device}"):
+        load_target(TargetConfig(model="/no/such/place", device=device))
 
 
 # ---- tapped layers
@@ -419,6 +476,33 @@ def test_a_cache_that_can_not_be_written_is_one_clear_line(monkeypatch, tmp_path
     monkeypatch.setenv("DRAFTLAB_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(UserError, match="set DRAFTLAB_CACHE"):
         load_target_config(TargetConfig(model="tiny"))
+
+
+@pytest.fixture
+def short_files():
+    """No file of this process may grow beyond 10,000 bytes: a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_weights_that_find_no_room_in_the_cache_are_one_clear_line(short_files, tmp_path):
+    def make(folder):
+        save_file({"weight": torch.zeros(10_000)}, folder / "model.safetensors")
+
+    with pytest.raises(UserError, match=f"cache {tmp_path}: can't be written .*File too large.*set DRAFTLAB_CACHE"):
+        targets.made_once(tmp_path / "thing", make)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_the_cache_may_stand_in_a_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given in ("~/models", str(tmp_path / "models")):
+        monkeypatch.setenv("DRAFTLAB_CACHE", given)
+        assert targets.cache_root() == tmp_path / "models"
+    monkeypatch.delenv("DRAFTLAB_CACHE")
+    assert targets.cache_root() == tmp_path / ".cache" / "draftlab"
 
 
 def test_the_packaged_target_is_refused_when_its_checksum_differs(monkeypatch, tmp_path):

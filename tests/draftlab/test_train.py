@@ -173,8 +173,12 @@ def test_a_corpus_without_an_anchor_is_refused(tmp_path):
 
 
 def test_flex_attention_is_not_trained_on_a_cpu(prepared, tmp_path):
-    with pytest.raises(UserError, match="draft.attention"):
-        trained(RUN.replace({"draft.attention": "flex"}), prepared, tmp_path)
+    run = RUN.replace({"target.device": "cpu"})
+    flex = run.replace({"draft.attention": "flex"})
+    with pytest.raises(UserError, match="trial bad: draft.attention=flex"):
+        train.prepare({"good": run, "bad": flex}, quiet)
+    with pytest.raises(UserError, match="^draft.attention=flex"):
+        trained(flex, prepared, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +189,8 @@ def test_flex_attention_is_not_trained_on_a_cpu(prepared, tmp_path):
         ({"draft.target_layer_ids": [3]}, "last layer"),
         ({"draft.mask_token_id": 300}, "mask_token_id"),
         ({"draft.num_hidden_layers": 5}, "5 draft layers"),
+        ({"draft.block_size": 65}, "draft.block_size: expected at most corpus.max_length=64, got 65"),
+        ({"draft.target_layer_ids": None, "draft.num_target_layers": 40}, "a target of 4 layers has 1 to spread over"),
         ({"corpus.max_length": 32}, "same for all trials"),
         ({"target.dtype": "bfloat16"}, "same for all trials"),
     ],
@@ -194,6 +200,13 @@ def test_a_bad_trial_is_named_before_the_target_is_loaded(monkeypatch, override,
     with pytest.raises(UserError, match="trial bad") as caught:
         train.prepare({"good": RUN, "bad": RUN.replace(override)}, quiet)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("layers, said", [([], "at least one"), ([1, 1], "distinct"), ([0, 3], "the last"), ([9], "9")])
+def test_layers_that_can_not_be_stored_are_refused_before_the_target_is_loaded(monkeypatch, layers, said):
+    monkeypatch.setattr(train, "load_target", lambda *_: pytest.fail("long work began"))
+    with pytest.raises(UserError, match=f"features.layers: .*{said}"):
+        train.prepare({"run": RUN.replace({"features.layers": layers})}, quiet)
 
 
 # ---- schedule and data order

@@ -1,0 +1,55 @@
+"""Question: is this draft better than that one, or does it only look so?
+
+Varies: the draft; all decode the same prompts in one process, by turns.
+Run:    python evals/compare.py --ckpt REFERENCE --ckpt OTHER [--ckpt ...] --prompts heldout:40,humaneval:40
+    CKPT as in evals/acceptance.py; the first is what the others are compared with.
+Writes: comparison.csv, comparison.png and what evals/acceptance.py writes, under --out (default
+    outputs/compare/<UTC time>), and an MLflow run with the same.
+Cost:   one decoding of each prompt more than there are drafts.
+Source: 95% percentile bootstrap over prompts, paired; an interval that holds 0 is no difference.
+Exit:   0; 1 if a prompt failed, or in float32 an output was not the target's own; 2 for what the user can mend.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from draftlab import cli, config
+from draftlab.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = cli.eval_parser(__doc__).parse_args(argv)
+    if len(args.ckpt) < 2:
+        raise UserError("--ckpt: expected at least two to compare, got one")
+    out = cli.out_folder("compare", args)
+    base = config.load(args.config or config.DEFAULT_CONFIG, args.overrides)
+
+    with cli.Progress("loading the drafts and their target") as say, tempfile.TemporaryDirectory() as fetched:
+        say(f"comparing {', '.join(args.ckpt)}")
+        from draftlab import drafts, evaluation, report  # slow: after the first line is out
+        from draftlab.prompts import load_prompts
+        from draftlab.tracking import Store
+
+        report.check_folder(out)
+        store = Store(base.tracking, Path("outputs"))
+        field = drafts.load_field(args.ckpt, args.config, args.overrides, store, Path(fetched), say)
+        run, target = field.run, field.target
+        prompts = load_prompts(args.prompts, run, target, say)
+        params = run.flat() | {"ckpt": ", ".join(args.ckpt), "prompts": args.prompts}
+        with store.run(f"compare {len(args.ckpt)} drafts", key=f"compare/{out.absolute()}", params=params) as run_id:
+            found = evaluation.evaluate(target, field.drafts, prompts, run.eval, say, run.seed, field.hashes)
+            rows = evaluation.against_first(found, run.eval.bootstrap, run.seed)
+            report.write_comparison(found, rows, out)
+            store.log_evaluations(run_id, found, args.prompts, field.folders, out)
+        for name, result in found.items():
+            say(f"{name}\n{evaluation.describe(result)}")
+        say(f"against {next(iter(found))}\n{report.comparison_table(rows)}")
+        say(f"results: {out}\nMLflow run {run_id}: {store.ui_command}")
+    return evaluation.exit_code(found.values())
+
+
+if __name__ == "__main__":
+    cli.main(main)

@@ -1,0 +1,174 @@
+"""The speed surface: what the calls of a round cost by block size, batch and context, and the speed that follows.
+
+A round at block size b commits 1 + S(1) + .. + S(b-1) tokens, S being the survival curve. With the cost of its calls
+this predicts the speed at every b without decoding at any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from draftlab.decode import Trace, decode_speculative, decode_target
+from draftlab.draft import Draft
+from draftlab.target import Target
+
+ROUNDS = 16
+"""Rounds behind each cell of the surface; the first are warm-up."""
+WARM_UP_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Surface:
+    """Mean seconds of a call, all rows of the batch together."""
+
+    context: int
+    """Tokens before a round of `rounds`."""
+    rounds: dict[tuple[int, int], tuple[float, float, float]]
+    """(block size, batch) -> seconds of the draft's call, of the verification, of the rest of a round."""
+    target: dict[tuple[int, int], float]
+    """(batch, context) -> seconds of the target's call for one token a row."""
+
+    @property
+    def batches(self) -> list[int]:
+        """Measured batch sizes."""
+        return sorted({batch for _, batch in self.rounds})
+
+    def round_seconds(self, block_size: int, batch: int) -> float:
+        """Seconds of a round; between measured block sizes on a straight line."""
+        known = sorted((size, sum(parts)) for (size, of), parts in self.rounds.items() if of == batch)
+        return float(np.interp(block_size, *zip(*known)))
+
+    def target_seconds(self, batch: int, context: int | None = None) -> float:
+        """Seconds of the target's call; between measured context lengths on a straight line."""
+        known = sorted((length, seconds) for (of, length), seconds in self.target.items() if of == batch)
+        return float(np.interp(self.context if context is None else context, *zip(*known)))
+
+
+def measure(
+    target: Target,
+    draft: Draft,
+    texts: Sequence[Sequence[int]],
+    block_sizes: Sequence[int],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    say: Callable[..., None],
+) -> Surface:
+    """Time the calls of a few rounds in every cell, as decoding makes them, there and back so that drift evens out.
+
+    Args:
+        texts: token ids, repeated or cut to the context's length.
+        contexts: lengths at which the target alone is timed; rounds are timed at the middle one.
+    """
+    middle = sorted(contexts)[len(contexts) // 2]
+    rounds: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
+    alone: dict[tuple[int, int], list[float]] = {}
+    for batch in batches:
+        there = [*(("alone", context) for context in contexts), *(("rounds", size) for size in block_sizes)]
+        for kind, value in there + there[::-1]:
+            if kind == "alone":
+                traces = decode_target(target, _prompts(texts, batch, value), ROUNDS)
+                steps = max(len(trace.tokens) for trace in traces) - 1
+                alone.setdefault((batch, value), []).append(sum(trace.seconds for trace in traces) / max(steps, 1))
+            else:
+                traces = decode_speculative(target, draft, _prompts(texts, batch, middle), value + ROUNDS, value)
+                rounds.setdefault((value, batch), []).extend(_whole_rounds(traces, value, batch))
+        say(f"timed batch {batch} at block sizes {', '.join(map(str, block_sizes))}", doing="timing calls")
+    return Surface(
+        middle,
+        {cell: tuple(np.mean(seconds, axis=0).tolist()) for cell, seconds in rounds.items()},
+        {cell: float(np.mean(seconds)) for cell, seconds in alone.items()},
+    )
+
+
+def _prompts(texts: Sequence[Sequence[int]], batch: int, length: int) -> list[list[int]]:
+    """Texts repeated or cut to a length, each a token shorter than the one before: rows of a batch differ in length."""
+    rows = [list(texts[row % len(texts)]) for row in range(batch)]
+    return [(ids * -(-length // len(ids)))[: max(1, length - row)] for row, ids in enumerate(rows)]
+
+
+def _whole_rounds(traces: Sequence[Trace], block_size: int, batch: int) -> list[tuple[float, float, float]]:
+    """Seconds of the calls of rounds with whole blocks of the whole batch; of any round where texts end too early."""
+    every = [r for trace in traces for r in trace.rounds]
+    later = [r for trace in traces for r in trace.rounds[WARM_UP_ROUNDS:]]
+    whole = [r for r in later if r.drafted == block_size - 1 and r.rows == batch] or later or every
+    return [(r.draft_seconds * r.rows, r.verify_seconds * r.rows, r.commit_seconds * r.rows) for r in whole]
+
+
+def predict(
+    surface: Surface, survival: Sequence[float], batch: int, context: int | None = None
+) -> list[dict[str, Any]]:
+    """The speed at every block size up to the survival curve's.
+
+    Args:
+        survival: S(k), k = 1.., as `metrics.survival`; what was never reached counts as 0.
+        context: tokens before the round; None is the surface's own.
+
+    Returns:
+        A row a block size b: `acceptance_length`, `tokens_per_second` of the whole batch, `speedup` over the target's
+        own decoding of that batch, `break_even` (the tokens per round at which the speedup is 1), `slot_gain` (what the
+        last slot adds to the speedup: it pays where that is above 0).
+    """
+    alone = surface.target_seconds(batch, context)
+    rows, before = [], 1.0  # one token a call: the target alone
+    for size in range(2, len(survival) + 2):
+        length = 1 + float(np.nansum(survival[: size - 1]))
+        seconds = surface.round_seconds(size, batch)
+        speedup = length * alone / seconds
+        rows.append({
+            "block_size": size, "batch_size": batch, "acceptance_length": length,
+            "tokens_per_second": batch * length / seconds, "speedup": speedup,
+            "break_even": seconds / alone, "slot_gain": speedup - before,
+        })  # fmt: skip
+        before = speedup
+    return rows
+
+
+def best(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The row of the fastest block size; its last slot is the last that pays."""
+    return max(rows, key=lambda row: row["speedup"])
+
+
+def best_by_group(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The `best` row of each domain and batch size."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["domain"], row["batch_size"]), []).append(row)
+    return [best(some) for some in groups.values()]
+
+
+def against_measurement(rows: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Predicted rows beside measured ones of the same block size.
+
+    Args:
+        measured: rows with `block_size`, `acceptance_length`, `speedup`, `speedup_low` and `speedup_high`.
+
+    Returns:
+        A row a measured block size; `error` is the predicted speedup over the measured one, minus 1.
+    """
+    predicted = {row["block_size"]: row for row in rows}
+    result = []
+    for row in measured:
+        if row["block_size"] in predicted:
+            ours = predicted[row["block_size"]]
+            result.append({
+                "block_size": row["block_size"],
+                "predicted_acceptance_length": ours["acceptance_length"],
+                "measured_acceptance_length": row["acceptance_length"],
+                "predicted_speedup": ours["speedup"],
+                "measured_speedup": row["speedup"],
+                "measured_speedup_low": row["speedup_low"],
+                "measured_speedup_high": row["speedup_high"],
+                "error": ours["speedup"] / row["speedup"] - 1,
+            })  # fmt: skip
+    return result
+
+
+def agrees(compared: Sequence[dict[str, Any]]) -> bool:
+    """Is the predicted best block size the measured best, or within its interval?"""
+    predicted = max(compared, key=lambda row: row["predicted_speedup"])
+    measured = max(compared, key=lambda row: row["measured_speedup"])
+    return predicted is measured or predicted["measured_speedup_high"] >= measured["measured_speedup_low"]

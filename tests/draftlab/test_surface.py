@@ -1,0 +1,78 @@
+"""The speed surface: predictions by hand, and a measurement of the tiny target."""
+
+import math
+
+import pytest
+
+from draftlab import surface
+from draftlab.config import DraftConfig, TargetConfig
+from draftlab.draft import Draft, adapt
+from draftlab.surface import Surface
+from draftlab.target import load_target
+
+
+def quiet(*_, **__):
+    """No progress."""
+
+
+HAND = Surface(
+    context=100,
+    rounds={(2, 1): (1.0, 4.0, 0.0), (4, 1): (1.0, 5.0, 0.0), (8, 1): (1.0, 9.0, 0.0), (4, 8): (2.0, 20.0, 2.0)},
+    target={(1, 100): 4.0, (1, 300): 6.0, (8, 100): 8.0},
+)
+
+
+def test_a_round_commits_one_token_and_those_that_survive():
+    two, three, four = surface.predict(HAND, [0.8, 0.5, 0.25], 1)
+    assert [row["acceptance_length"] for row in (two, three, four)] == pytest.approx([1.8, 2.3, 2.55])
+    assert two["speedup"] == pytest.approx(1.8 * 4 / 5) and four["tokens_per_second"] == pytest.approx(2.55 / 6)
+    assert three["speedup"] == pytest.approx(2.3 * 4 / 5.5), "between 2 and 4"
+    assert two["break_even"] == pytest.approx(5 / 4)
+    assert two["slot_gain"] == pytest.approx(1.8 * 4 / 5 - 1)
+    assert three["slot_gain"] == pytest.approx(three["speedup"] - two["speedup"]) and four["slot_gain"] > 0
+    assert surface.best([two, three, four]) is four
+
+
+def test_at_the_break_even_acceptance_the_speedup_is_1():
+    for row in surface.predict(HAND, [0.8, 0.5, 0.25], 1):
+        assert row["speedup"] / row["acceptance_length"] * row["break_even"] == pytest.approx(1)
+
+
+def test_a_larger_batch_and_a_longer_context_have_their_own_times():
+    assert surface.predict(HAND, [0.5] * 3, 8)[2]["tokens_per_second"] == pytest.approx(8 * 2.5 / 24)
+    assert HAND.target_seconds(1, 200) == 5.0 and HAND.batches == [1, 8]
+    near, far = (surface.predict(HAND, [0.5], 1, context)[0]["speedup"] for context in (100, 300))
+    assert far == pytest.approx(near * 6 / 4)
+
+
+def test_a_slot_that_was_never_reached_adds_nothing():
+    rows = surface.predict(HAND, [0.5, math.nan, math.nan], 1)
+    assert rows[-1]["acceptance_length"] == 1.5 and rows[-1]["slot_gain"] < 0 and surface.best(rows) is rows[0]
+
+
+def test_prediction_stands_beside_measurement():
+    predicted = surface.predict(HAND, [0.8, 0.5, 0.25], 1)
+    measured = [
+        {"block_size": size, "acceptance_length": 2.0, "speedup": speed, "speedup_low": speed - 0.1,
+         "speedup_high": speed + 0.1} for size, speed in ((2, 1.5), (4, 1.6), (16, 9.0))
+    ]  # fmt: skip
+    two, four = surface.against_measurement(predicted, measured)
+    assert (two["block_size"], four["block_size"]) == (2, 4)
+    assert two["error"] == pytest.approx(predicted[0]["speedup"] / 1.5 - 1)
+    assert surface.agrees([two, four])
+    assert surface.agrees([{**two, "predicted_speedup": 9.0}, four]), "its interval overlaps the best's"
+    assert not surface.agrees([{**two, "predicted_speedup": 9.0, "measured_speedup_high": 1.4}, four])
+
+
+def test_every_cell_is_measured():
+    target = load_target(TargetConfig(model="tiny", dtype="float32", device="cpu"))
+    target.eos_token_ids = frozenset({target.vocab_size})
+    config = DraftConfig(block_size=4, num_hidden_layers=1, target_layer_ids=[0, 2])
+    draft = Draft(adapt(target.config, config, target.mask_token_id))
+    draft.reset(0)
+    texts = [target.chat([{"role": "user", "content": text}]) for text in ("How many?", "Why?")]
+    found = surface.measure(target, draft.eval(), texts, [2, 5], [1, 3], [8, 40, 90], quiet)
+    assert set(found.rounds) == {(2, 1), (5, 1), (2, 3), (5, 3)} and found.context == 40
+    assert set(found.target) == {(batch, context) for batch in (1, 3) for context in (8, 40, 90)}
+    assert all(seconds > 0 for parts in found.rounds.values() for seconds in parts)
+    assert all(seconds > 0 for seconds in found.target.values())
