@@ -1,6 +1,6 @@
 """Question: is speculative decoding with this draft what the target alone writes: word for word, or, sampled, as often?
 
-Varies: nothing. Greedy: every prompt is decoded speculatively and by transformers' `generate`. Sampled at temperature 1,
+Varies: nothing. Greedy: each prompt is decoded speculatively and by transformers' `generate`. Sampled at temperature 1,
     in both modes: the tiny target's exact probabilities against the frequencies of --draws texts (chi-square), and the
     checkpoint's target alone against speculative decoding, --samples texts each (two-sample chi-square). A rule that is
     broken on purpose, which replaces rejected tokens from q instead of the residual, has to fail the first test.
@@ -13,8 +13,8 @@ Cost:   20 minutes for the default 164 + 40 prompts of 64 tokens on two CPU core
 Source: arXiv:2602.06036: greedy verification changes no token; arXiv:2211.17192: nor does rejection sampling change the
     distribution. In bfloat16 kernels of another shape may break a tie otherwise, which is why a divergence comes with
     its gap; in float32 none is expected.
-Exit:   0; 1 for any divergence in float32, a distribution that differs, or a broken rule that goes unnoticed; 2 for what
-    the user can mend.
+Exit:   0; 1 for any divergence in float32, a distribution that differs, or a broken rule that goes unnoticed; 2 for
+    what the user can mend.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draws", type=int, default=200_000, help="texts of the tiny target; 0 skips the test")
     parser.add_argument("--samples", type=int, default=1000, help="texts of the checkpoint's target; 0 skips the test")
     args = parser.parse_args(argv)
+    if min(args.draws, args.samples) < 0:
+        parser.error(f"--draws and --samples: expected 0 or more, got {args.draws} and {args.samples}")
     overrides = [*args.overrides, f"target.dtype={args.dtype}"]
     base = config.load(args.config or config.DEFAULT_CONFIG, overrides)
 

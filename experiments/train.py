@@ -17,7 +17,7 @@ from draftlab import cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return cli.run_sweep("train", cli.sweep_parser(__doc__).parse_args(argv), {})
+    return cli.Sweep("train", __doc__).run(argv)
 
 
 if __name__ == "__main__":

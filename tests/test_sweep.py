@@ -14,7 +14,16 @@ from mlflow import MlflowClient
 
 from draftlab import checkpoint, cli, config, sweep
 from draftlab.errors import UserError
-from experiments import sweep_block_size
+from experiments import (
+    ablate_anchors,
+    ablate_conditioning,
+    data_scaling,
+    sweep_block_size,
+    sweep_decay,
+    sweep_depth,
+    sweep_joint,
+    sweep_target_layers,
+)
 from experiments import train as train_script
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +52,7 @@ def test_a_sweep_of_block_sizes_ends_in_a_table_figures_and_tracked_runs(swept, 
     assert (frame["acceptance_length"] >= 1).all() and (frame["acceptance_length"] <= frame["block_size"]).all()
     assert (frame[["speedup", "draft_ms", "verify_ms", "target_ms", "train_seconds", "supervised_tokens"]] > 0).all().all()
     assert (frame["divergences"] == 0).all()  # float32
-    for name in ("acceptance.png", "survival.png", "training.png"):
+    for name in ("acceptance.png", "survival.png", "training.png", "latency.png", "verdicts.png"):
         assert (out / name).stat().st_size > 5_000
     for row in frame.itertuples():
         draft, info = checkpoint.load(Path(row.checkpoint))
@@ -65,7 +74,7 @@ def test_a_sweep_of_block_sizes_ends_in_a_table_figures_and_tracked_runs(swept, 
         assert {data.dataset.name for data in run.inputs.dataset_inputs} == {"corpus", "prompts"}
     assert {run.info.status for run in (parent, *runs.values())} == {"FINISHED"}
 
-    assert "block_size_2: step 12/12" in said and "fastest: block_size_" in said
+    assert "block_size_2: step 12/12" in said and "best by speedup: block_size_" in said
     assert said.splitlines()[-1].endswith(f"mlflow ui --backend-store-uri {client.tracking_uri}")
 
     # Resumed when all is done: nothing is trained or decoded again.
@@ -109,6 +118,93 @@ def test_a_run_goes_on_after_sigkill_and_after_sigterm_and_leaves_none_running(t
     assert list(frame["status"]) == ["FINISHED"] and frame.loc[0, "acceptance_length"] >= 1
 
 
+def test_a_joint_search_stops_the_weak_early_and_goes_on_where_it_was(tmp_path, tracked, capsys):
+    """Two at once on two cores: the third and the fourth only start if the stopped one's core came back."""
+    override, client = tracked
+    out = tmp_path / "out"
+    begin = [*TINY, override, "--out", str(out), "--scheduler", "asha", "--samples", "3", "--max-concurrent", "2"]
+    values = ["--block-sizes", "2,4", "--gammas", "1,inf", "--layers", "1", "--depths", "1,2"]
+    rungs = ["search.grace=0.1", "train.steps=20", "train.eval_every=2"]
+    fair = ["--budget", "tokens", "--rank-by", "acceptance_length"]
+    assert sweep_joint.main([*begin, *values, *rungs, *fair]) == 0
+    frame = pd.read_csv(out / "results.csv")
+    assert len(frame) == frame["trial"].nunique() == 3
+    stopped = frame[frame["status"] == "STOPPED"]
+    finished = frame[frame["status"] == "FINISHED"]
+    assert len(stopped) + len(finished) == 3 and len(finished) >= 1
+    assert (stopped["reason"].str.fullmatch(r"stopped at \d+%: its held-out acceptance fell behind")).all()
+    assert stopped["acceptance_length"].isna().all() and finished["acceptance_length"].notna().all()
+
+    runs = runs_of(client)
+    parent = runs.pop(f"sweep_joint {out.name}")
+    assert {run.info.status for run in (parent, *runs.values())} == {"FINISHED"}
+    for row in frame.itertuples():
+        run = runs[row.trial]
+        assert run.data.tags["draftlab.status"] == row.status and run.data.tags["draftlab.sweep"] == out.name
+        assert run.data.params["train.anchors"] == {2: "12", 4: "4"}[row.block_size]
+    assert {path.path for path in client.list_artifacts(parent.info.run_id)} >= {
+        "report.md", "verdicts.csv", "verdicts.png", "heat_map.png", "latency.png", "results.csv",
+    }  # fmt: skip
+    page = (out / "report.md").read_text()
+    assert page.startswith(f"# sweep_joint {out.name}") and "**Which block size, decay," in page
+    assert "By acceptance length, " in page and "By acceptance length, " in capsys.readouterr().out
+
+    # A trial whose records are lost is decoded again, the rest is kept.
+    best = finished.iloc[0]["trial"]
+    (out / "trials" / best / "evaluation" / "results.json").write_text("{")
+    assert sweep_joint.main(["--resume", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "starting Ray" not in said and "with 1 drafts" in said
+    assert {run.info.status for run in runs_of(client).values()} == {"FINISHED"}
+
+
+def test_trials_that_fail_say_why_and_the_others_finish(tmp_path, tracked):
+    """One whose loss is no longer finite, and one that needs more memory than it may have."""
+    override, client = tracked
+    cases = [{"train.lr": 3e-3}, {"train.lr": 1e30}, {"train.anchors": 20_000_000}]
+    run = config.load(TINY[1], [*TINY[2:], override, "cluster.max_concurrent=2", "cluster.worker_memory_gb=4"])
+    question = sweep.Question("failures", "What happens?", {"case": cases})
+    assert sweep.start(question, run, tmp_path / "out", lambda *_, **__: None) == 1
+    frame = pd.read_csv(tmp_path / "out" / "results.csv").set_index("trial")
+    assert frame["status"].to_dict() == {
+        "0_003": "FINISHED", "1e_30": "FAILED", "20000000": "FAILED",
+    }  # fmt: skip
+    assert "FloatingPointError" in frame.loc["1e_30", "reason"] and "memory" in frame.loc["20000000", "reason"].lower()
+    runs = runs_of(client)
+    assert runs["failures out"].info.status == "FAILED"
+    for row in frame.itertuples():
+        run = runs[row.Index]
+        reason = run.data.tags.get("draftlab.reason")
+        assert run.info.status == row.status and (reason == row.reason or reason is None and pd.isna(row.reason))
+
+
+SCRIPTS = {
+    ablate_anchors: (2, []),
+    ablate_conditioning: (2, []),
+    data_scaling: (2, ["--conversations", "4,8"]),
+    sweep_decay: (12, ["--seeds", "0,1"]),
+    sweep_depth: (2, ["--depths", "1,2"]),
+    sweep_joint: (16, ["--layers", "1"]),
+    sweep_target_layers: (3, ["--layers", "uniform 1; late 2; 0, 2"]),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_a_dry_run_shows_the_trials_and_their_cost_and_does_nothing(script, tmp_path, tracked, capsys):
+    count, arguments = SCRIPTS[script]
+    override, client = tracked
+    assert script.main([*TINY, override, "--out", str(tmp_path / "out"), "--dry-run", *arguments]) == 0
+    said = capsys.readouterr().out
+    assert re.search(rf"\b{count} trials, 1 at once: about \d+ minutes of training, [\d.]+ GB of memory, ", said), said
+    assert not (tmp_path / "out").exists() and client.get_experiment_by_name("draftlab") is None
+
+
+@pytest.mark.parametrize("text", ["uniform", "5 uniform", "uniform x", ""])
+def test_layers_that_are_neither_a_choice_nor_a_list_are_refused(text):
+    with pytest.raises(UserError, match="--layers: expected `uniform 5` or layers like"):
+        sweep_target_layers.choices(text)
+
+
 def until_step(step, command):
     """Start a script and read until its training has come to a step."""
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -132,8 +228,8 @@ def steps_of(out):
         (["train.stepz=5"], "unknown key 'stepz'"),
         (["train.steps=many"], "train.steps: input should be a valid integer"),
         (["--block-sizes", "4,1"], "draft.block_size: input should be greater than or equal to 2, got 1"),
-        (["--block-sizes", "4,x"], "--block-sizes: expected whole numbers"),
-        (["--block-sizes", "4,8,4"], "draft.block_size=4 would be tried twice"),
+        (["--block-sizes", "4,x"], "trial block_size_x: override: draft.block_size: input should be a valid integer"),
+        (["--block-sizes", "4,8,4"], "trial block_size_4 would be tried twice"),
         (["draft.target_layer_ids=[1,99]"], "99"),
         (["draft.target_layer_ids=[3]"], "last layer"),
         (["train.workers=4"], "4 workers with a core each don't fit, there are 2 cores"),
@@ -141,6 +237,12 @@ def steps_of(out):
         (["--out", str(ROOT / "tests")], "is there already"),
         (["tracking.uri=http://127.0.0.1:9"], "tracking.uri"),
         (["corpus.source=nowhere.jsonl"], "nowhere.jsonl"),
+        (["draft.block_size=8"], "override 'draft.block_size=8': --block-sizes is what sets that here"),
+        (["--samples", "4", "search.samples=8"], "override 'search.samples=8': --samples is what sets that here"),
+        (["--rank-by", "loss"], "search.rank_by: expected one of acceptance_length"),
+        (["--samples", "4"], "search.samples: a grid has all combinations"),
+        (["--search", "optuna", "--samples", "4"], "expected search.samples of 1 to 3"),
+        (["--seeds", "0,0"], "trial block_size_4-seed_0 would be tried twice"),
     ],
 )
 def test_a_bad_input_is_one_line_and_exit_code_2_before_anything_is_written(
@@ -161,29 +263,9 @@ def test_a_bad_input_is_one_line_and_exit_code_2_before_anything_is_written(
 def test_resume_wants_a_sweep_and_nothing_else(script, tmp_path):
     with pytest.raises(UserError, match="no sweep there"):
         script.main(["--resume", str(tmp_path)])
-    with pytest.raises(UserError, match="expected no --out and no overrides"):
-        script.main(["--resume", str(tmp_path), "train.steps=3"])
-    (tmp_path / "sweep.yaml").write_text("base: {train: {stepz: 3}}")
-    with pytest.raises(UserError, match="sweep.yaml is damaged"):
-        script.main(["--resume", str(tmp_path)])
-
-
-def test_a_sweep_is_worked_on_by_one_process_at_a_time(tmp_path):
-    with sweep._alone(tmp_path):
-        with pytest.raises(UserError, match="another process"):
-            with sweep._alone(tmp_path):
-                pass
-    with sweep._alone(tmp_path):
-        pass
-
-
-def test_trials_are_all_combinations_with_names_fit_for_folders(tiny_run):
-    runs = sweep.trials(tiny_run, {"draft.block_size": [2, 8], "train.lr": [1e-3, 0.5]})
-    assert list(runs) == [
-        "block_size_2-lr_0_001", "block_size_2-lr_0_5", "block_size_8-lr_0_001", "block_size_8-lr_0_5",
-    ]  # fmt: skip
-    assert (runs["block_size_8-lr_0_5"].draft.block_size, runs["block_size_8-lr_0_5"].train.lr) == (8, 0.5)
-    assert sweep.trials(tiny_run, {}) == {"draft": tiny_run}
+    for besides in (["train.steps=3"], ["--config", "x.yaml"], ["--out", "x"], ["--samples", "3"], ["--dry-run"]):
+        with pytest.raises(UserError, match=f"expected nothing else, got {besides[0]}"):
+            script.main(["--resume", str(tmp_path), *besides])
 
 
 def test_paths_are_kept_absolute(tiny_run, tmp_path, monkeypatch):
@@ -193,3 +275,5 @@ def test_paths_are_kept_absolute(tiny_run, tmp_path, monkeypatch):
     run = sweep._anchor(tiny_run.replace({"corpus.source": "corpus.jsonl"}))
     assert run.corpus.source == str(tmp_path / "corpus.jsonl")
     assert run.target.model == "tiny"  # a name, whatever lies here
+    nobodys = tiny_run.replace({"corpus.source": "~nouser/corpus.jsonl"})
+    assert sweep._anchor(nobodys) == nobodys

@@ -77,6 +77,19 @@ def anchor_candidates(supervised: Tensor, lengths: Tensor) -> Tensor:
     return following & (position + 1 < lengths[:, None])
 
 
+def block_starts(candidates: Tensor, block_size: int) -> Tensor:
+    """The candidates at which a fixed cut into blocks starts one: every B-th position from the first candidate on.
+
+    Args:
+        candidates: (N, S) bool.
+
+    Returns:
+        (N, S) bool.
+    """
+    first = candidates.int().argmax(1, keepdim=True)
+    return candidates & ((torch.arange(candidates.shape[1], device=candidates.device) - first) % block_size == 0)
+
+
 def sample_anchors(candidates: Tensor, count: int, seeds: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Draw anchors uniformly without replacement, sorted, each sequence from its own random stream.
 

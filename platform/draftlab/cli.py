@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,14 +41,6 @@ def run_parser(doc: str | None) -> argparse.ArgumentParser:
     return result
 
 
-def sweep_parser(doc: str | None) -> argparse.ArgumentParser:
-    """A parser for scripts that sweep: a run, the sweep's folder, and going on with it."""
-    result = run_parser(doc)
-    result.add_argument("--out", type=Path, help="the sweep's folder; must not exist yet")
-    result.add_argument("--resume", type=Path, metavar="FOLDER", help="go on with an interrupted sweep")
-    return result
-
-
 def eval_parser(doc: str | None) -> argparse.ArgumentParser:
     """A parser for scripts that decode prompts with drafts."""
     result = run_parser(doc)
@@ -65,41 +59,112 @@ def out_folder(script: str, args: argparse.Namespace) -> Path:
     return args.out or Path("outputs") / script / datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
 
 
-def run_sweep(experiment: str, args: argparse.Namespace, vary: Mapping[str, Sequence[Any]]) -> int:
-    """Start or resume a sweep as the arguments of a `sweep_parser` say; the script's exit code.
+class Sweep:
+    """A script that sweeps: its arguments, and from them the whole run.
 
     Args:
         experiment: the script's name.
-        vary: dotted key -> its values; every combination is a trial.
+        doc: its docstring; the first line is the question that it answers.
+        defaults: section -> settings in which the script differs from the defaults; a config or an override wins.
+        baseline: the arm that the others are compared with; None is the best one.
     """
-    if args.resume and (args.out or args.overrides):
-        raise UserError("--resume takes everything from the folder; expected no --out and no overrides")
-    with Progress("loading torch, Ray and MLflow") as say:
+
+    FLAGS = {
+        "--search": "search.method={}",
+        "--samples": "search.samples={}",
+        "--scheduler": "search.scheduler={}",
+        "--seeds": "search.seeds=[{}]",
+        "--budget": "search.budget={}",
+        "--time-budget": "search.time_budget={}",
+        "--rank-by": "search.rank_by={}",
+        "--max-concurrent": "cluster.max_concurrent={}",
+    }
+    """Short names of settings."""
+
+    def __init__(
+        self, experiment: str, doc: str | None, defaults: dict[str, Any] | None = None, baseline: str | None = None
+    ) -> None:
+        self.experiment, self.defaults, self.baseline = experiment, defaults or {}, baseline
+        question = (doc or "").partition("\n")[0].removeprefix("Question: ")
+        self.question = question[:1].upper() + question[1:]
+        self.factors: dict[str, tuple[str, list[Any]]] = {}
+        self.parser = run_parser(doc)
+        self.parser.set_defaults(config=None)
+        self.parser.add_argument("--out", type=Path, help="the sweep's folder; must not exist yet")
+        self.parser.add_argument("--resume", type=Path, metavar="FOLDER", help="go on with an interrupted sweep")
+        self.parser.add_argument("--dry-run", action="store_true", help="show the trials and what they cost, and stop")
+        for flag, setting in self.FLAGS.items():
+            self.parser.add_argument(flag, help=setting.format("..."))
+
+    def vary(
+        self, option: str, key: str, values: list[Any], parse: Callable[[str], list[Any]] | None = None
+    ) -> None:
+        """Offer a setting to sweep over.
+
+        Args:
+            option: e.g. --block-sizes; takes other values, by comma.
+            key: dotted; or any word, if every value is a mapping of dotted keys that change together.
+            values: unless others are given.
+            parse: reads the option; None is numbers and words by comma.
+        """
+        shown = ", ".join(map(config.word, values))
+        self.parser.add_argument(option, type=parse or several, metavar="A,B,...", help=f"{key}; by default {shown}")
+        self.factors[option] = key, values
+
+    def run(self, argv: Sequence[str] | None) -> int:
+        """Start or resume the sweep, or only show it; the script's exit code."""
+        args = self.parser.parse_args(argv)
+        given = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if value}
+        overrides = given.pop("--overrides", [])
         if args.resume:
-            say(f"going on with {args.resume}")
-            from draftlab import sweep  # slow: after the first line is out
+            if besides := [*(option for option in given if option != "--resume"), *overrides]:
+                raise UserError(f"--resume takes everything from the folder; expected nothing else, got {besides[0]}")
+            with Progress("loading torch, Ray and MLflow") as say:
+                say(f"going on with {args.resume}")
+                from draftlab import sweep  # slow: after the first line is out
 
-            return sweep.resume(args.resume, say)
-        base = config.load(args.config, args.overrides)
-        values = "; ".join(f"{key} {', '.join(map(str, several))}" for key, several in vary.items())
-        say(f"{experiment} for {base.target.model}: {values or f'draft.block_size {base.draft.block_size}'}")
-        from draftlab import sweep
+                return sweep.resume(args.resume, say)
+        settings = [self.FLAGS[flag].format(value) for flag, value in given.items() if flag in self.FLAGS]
+        taken = {
+            setting: option
+            for option, (key, values) in self.factors.items()
+            for value in values
+            for setting in (value if isinstance(value, dict) else [key])
+        }
+        taken |= {self.FLAGS[flag].partition("=")[0]: flag for flag in given if flag in self.FLAGS}
+        for override in overrides:
+            if option := taken.get(override.partition("=")[0]):
+                raise UserError(f"override {override!r}: {option} is what sets that here; expected it alone")
+        vary = {key: given.get(option, values) for option, (key, values) in self.factors.items()}
+        with Progress("loading torch, Ray and MLflow") as say:
+            base = config.load(args.config or config.DEFAULT_CONFIG, [*settings, *overrides], self.defaults)
+            values = "; ".join(f"{key} {', '.join(map(config.word, several))}" for key, several in vary.items())
+            say(f"{self.experiment} for {base.target.model}: {values or f'draft.block_size {base.draft.block_size}'}")
+            from draftlab import sweep
 
-        return sweep.start(experiment, base, vary, args.out, say)
+            question = sweep.Question(self.experiment, self.question, vary, self.baseline)
+            return sweep.dry_run(question, base, say) if args.dry_run else sweep.start(question, base, args.out, say)
 
 
-def integers(text: str) -> list[int]:
-    """The type of an option that takes several whole numbers, by comma."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected whole numbers like 4,8,16, got {text!r}") from None
+def several(text: str) -> list[Any]:
+    """Numbers and words by comma, e.g. `4,8,inf` or `uniform,early`."""
+    return [_value(part.strip()) for part in text.split(",")]
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def main(body: Callable[[Sequence[str] | None], int | None]) -> None:
-    """Run a script's `main(argv)`: a UserError or a full disk is one line and exit code 2, Ctrl-C is 130."""
+    """Run a script's `main(argv)`: a UserError or a full disk is one line and exit code 2, Ctrl-C (and such) is 130."""
     try:
-        code = body(None)
+        with stoppable():
+            code = body(None)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2
@@ -112,6 +177,29 @@ def main(body: Callable[[Sequence[str] | None], int | None]) -> None:
         print("interrupted", file=sys.stderr)
         code = 130
     sys.exit(code or 0)
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, once; then nothing disturbs the putting away.
+
+    A signal that was ignored before stays so: that is what nohup is for.
+    """
+
+    def stop(_number: int, _frame: Any) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {each: signal.getsignal(each) for each in numbers if signal.getsignal(each) is not signal.SIG_IGN}
+    for each in before:
+        signal.signal(each, stop)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 class Progress:

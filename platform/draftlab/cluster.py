@@ -3,6 +3,9 @@
 The driver starts Ray, hands Tune the trials' names and hears of every report; it owns all records. A trial holds no
 core itself: it launches Ray Train's controller, which starts the workers. Names are deterministic, so launching a
 trial again continues it from its last checkpoint.
+
+Tune chooses trials by name: from a list, or by Optuna over the trials there are, as whole numbers for the place of each
+varied value. ASHA stops trials from outside; what they held is given back here (`_Listener.on_step_end`).
 """
 
 from __future__ import annotations
@@ -10,9 +13,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import itertools
 import logging
 import math
 import os
+import random
+import resource
 import shutil
 import signal
 import tempfile
@@ -21,8 +27,10 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
+import optuna
 import ray
 import ray.train
 import torch
@@ -30,14 +38,18 @@ from ray import tune
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.tune.integration.ray_train import TuneReportCallback
 from ray.tune.progress_reporter import TrialProgressCallback
+from ray.tune.schedulers import ASHAScheduler
+from ray.tune.search import Searcher
+from ray.tune.search.optuna import OptunaSearch
+from ray.util.placement_group import PlacementGroup, get_current_placement_group, remove_placement_group
 
 from draftlab import train
-from draftlab.config import ClusterConfig, Run
+from draftlab.config import ClusterConfig, Run, SearchConfig
 from draftlab.errors import UserError
 from draftlab.train import Prepared, Report
 
 SCORE = "heldout_acceptance_length"
-"""What the best checkpoint is best at; the larger the better."""
+"""What the best checkpoint is best at, and what searches and ASHA go by; the larger the better."""
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -49,6 +61,8 @@ ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
     "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
+    "RAY_gcs_server_port_wait_time_s": "180",  # and slow to start Ray's own processes, 30 s by default
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # not every report has a held-out acceptance
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # with Tune's handler, fit() returns as if nothing had happened
 }
@@ -56,6 +70,12 @@ ENVIRONMENT = {
 
 TEMP = Path("/tmp")
 """Home of Ray's session folders: their sockets' paths may have 107 characters."""
+
+RAY_STARTS = 4
+"""Attempts to start Ray: it gives its raylet 30 s and has no setting for that."""
+
+REAP_SECONDS = 3.0
+"""How long a trial that was stopped may take to put its workers away itself."""
 
 
 class Watch(Protocol):
@@ -67,7 +87,7 @@ class Watch(Protocol):
 
     def restarted(self, name: str, reason: str) -> None: ...
 
-    def ended(self, name: str, failure: str | None) -> None: ...
+    def ended(self, name: str, failure: str | None, stopped: str | None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -120,14 +140,13 @@ def share(run: Run, trials: int, nodes: Sequence[Node]) -> Shares:
     return Shares(concurrent, cpus, gpus)
 
 
-def check(run: Run, trials: int) -> None:
-    """Refuse, before any long work, what this machine can't hold; a cluster is asked when Ray has joined it.
+def share_here(run: Run, trials: int) -> Shares:
+    """`share` of this machine, known before Ray is up; a cluster is asked when Ray has joined it.
 
     Raises:
         UserError: as `share`.
     """
-    if run.cluster.address == "local":
-        share(run, trials, [Node(run.cluster.cpus or cores(), torch.cuda.device_count())])
+    return share(run, trials, [Node(run.cluster.cpus or cores(), torch.cuda.device_count())])
 
 
 def cores() -> int:
@@ -139,23 +158,37 @@ def cores() -> int:
     return count
 
 
-def run_trials(runs: Mapping[str, Run], prepared: Prepared, folder: Path, watch: Watch) -> None:
-    """Train every run to its end, each as a Ray Train job, and return when the last one has ended.
+def run_trials(
+    runs: Mapping[str, Run],
+    prepared: Prepared,
+    folder: Path,
+    watch: Watch,
+    points: Mapping[str, tuple[int, ...]] | None = None,
+    history: Mapping[str, Sequence[Mapping[str, float]]] | None = None,
+    begun: Sequence[str] = (),
+) -> None:
+    """Train every run, or those that a search chooses, each as a Ray Train job; return when the last one has ended.
 
     A trial that fails leaves `trials/<name>/traceback.txt` and doesn't stop the others; one that ran before goes on
     from its last checkpoint.
 
     Args:
-        runs: trial name -> its run; they share `cluster`.
+        runs: trial name -> its run; they share `cluster` and `search`.
         prepared: from `draftlab.train.prepare` over all of them.
         folder: the sweep's; Ray keeps its state and the checkpoints in `ray/`.
         watch: hears of every start, report, restart and end.
+        points: trial name -> the place of each varied value; what Optuna searches.
+        history: trial name -> what a trial that has ended before reported; searches and ASHA go on from there.
+        begun: trials that Optuna chose before and that have not ended.
 
     Raises:
         UserError: the machine is too small for one trial, or there is no cluster at `cluster.address`.
     """
     folder = folder.resolve()  # workers run elsewhere
+    history = history or {}
     widest = max(runs.values(), key=lambda run: run.train.workers)
+    search = widest.search
+    listener = _Listener(watch, folder)
     with _ray(widest.cluster) as nodes:
         shares = share(widest, len(runs), nodes)
         tune_state = folder / "ray" / "tune"
@@ -163,20 +196,35 @@ def run_trials(runs: Mapping[str, Run], prepared: Prepared, folder: Path, watch:
         launch = functools.partial(_launch, runs=dict(runs), prepared=prepared, folder=folder, shares=shares)
         # Where a trial itself runs; not a core, or two trials with a core each could leave none for their workers.
         place = tune.PlacementGroupFactory([{"node:__internal_head__": 0.001}])
+        if search.method == "optuna":
+            optuna.logging.set_verbosity(optuna.logging.ERROR)
+            searcher = _Optuna({name: points[name] for name in (*runs, *history)}, history, begun, widest.seed)
+            which = {"search_alg": searcher, "num_samples": search.samples - len(history)}
+            space = {}
+        else:
+            # the longest first, so that the last one doesn't run long after the others
+            which, space = {}, {"trial": tune.grid_search(sorted(runs, key=lambda name: -_slots(runs[name])))}
         tune.Tuner(
             tune.with_resources(launch, place),
-            # the longest first, so that the last one doesn't run long after the others
-            param_space={"trial": tune.grid_search(sorted(runs, key=lambda name: -_slots(runs[name])))},
+            param_space=space,
             tune_config=tune.TuneConfig(
                 max_concurrent_trials=shares.concurrent,
+                scheduler=_asha(search, history) if search.scheduler == "asha" else None,
+                time_budget_s=search.time_budget,
                 trial_name_creator=_trial_name,
                 trial_dirname_creator=_trial_name,
-                reuse_actors=True,
+                reuse_actors=search.scheduler == "none",  # a trial that was stopped doesn't give its process back
+                **which,
             ),
             run_config=tune.RunConfig(
-                name=tune_state.name, storage_path=str(tune_state.parent), callbacks=[_Listener(watch, folder)], verbose=0
+                name=tune_state.name,
+                storage_path=str(tune_state.parent),
+                callbacks=[listener],
+                verbose=0,
             ),
         ).fit()
+    for name in listener.running:  # Tune tells nothing of those that the time budget cuts off
+        watch.ended(name, None, "the time budget is used up")
 
 
 def _slots(run: Run) -> int:
@@ -215,8 +263,7 @@ def _ray(config: ClusterConfig) -> Iterator[list[Node]]:
         on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             if session:
-                ray.init(
-                    address="local",
+                _start(
                     num_cpus=config.cpus or cores(),
                     object_store_memory=200_000_000,
                     include_dashboard=False,
@@ -231,6 +278,18 @@ def _ray(config: ClusterConfig) -> Iterator[list[Node]]:
             signal.signal(signal.SIGTERM, on_sigterm)  # ray.init sets its own, which exits at once
         found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         yield [Node(int(each.get("CPU", 0)), each.get("GPU", 0.0)) for each in found]
+
+
+def _start(**how: Any) -> None:
+    """Start Ray on this machine, however busy that is."""
+    for attempts_left in reversed(range(RAY_STARTS)):
+        try:
+            ray.init(address="local", **how)
+            return
+        except Exception as error:  # Ray raises nothing more special
+            ray.shutdown()
+            if "timed out during startup" not in str(error) or not attempts_left:
+                raise
 
 
 def _reinstall_signal_handlers() -> None:
@@ -274,7 +333,12 @@ def _launch(config: dict[str, Any], *, runs: dict[str, Run], prepared: Prepared,
     for restarts_left in reversed(range(run.cluster.max_failures + 1)):
         trainer = TorchTrainer(
             _work,
-            train_loop_config={"run": run, "prepared": prepared, "failure": failure, "threads": run.train.threads or shares.cpus},
+            train_loop_config={
+                "run": run,
+                "prepared": prepared,
+                "failure": failure,
+                "threads": run.train.threads or shares.cpus,
+            },
             # NCCL wants a GPU of its own for each worker
             torch_config=TorchConfig(backend="nccl" if shares.gpus >= 1 else "gloo"),
             scaling_config=ray.train.ScalingConfig(
@@ -310,6 +374,9 @@ def _work(config: dict[str, Any]) -> None:
     """One Ray Train worker."""
     run, failure = config["run"], config["failure"]
     torch.set_num_threads(config["threads"])
+    if run.cluster.worker_memory_gb:
+        most = int(run.cluster.worker_memory_gb * 1e9)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     context = ray.train.get_context()
     checkpoint = ray.train.get_checkpoint()
     try:
@@ -331,7 +398,11 @@ def _work(config: dict[str, Any]) -> None:
 
 def _report(report: Report) -> None:
     ray.train.report(
-        {"step": report.step, "metrics": report.metrics},
+        {
+            "step": report.step,
+            "metrics": report.metrics,
+            "placement_group": get_current_placement_group().id.hex(),
+        },
         checkpoint=report.checkpoint and ray.train.Checkpoint.from_directory(str(report.checkpoint)),
         # deterministic: a step done again overwrites what a crash left unregistered
         checkpoint_dir_name=f"step_{report.step:07d}",
@@ -341,16 +412,23 @@ def _report(report: Report) -> None:
 
 
 class _Listener(TrialProgressCallback):
-    """Tells the driver's watch what Tune hears from a trial; in place of Tune's own callback, which prints."""
+    """Tells the driver's watch what Tune hears from a trial; in place of Tune's own callback, which prints.
+
+    A trial that is stopped from outside leaves its workers' placement group behind (ray-project/ray#54305), and with it
+    their cores; the listener removes it.
+    """
 
     def __init__(self, watch: Watch, folder: Path) -> None:
         super().__init__()
         self.watch, self.folder = watch, folder
+        self.running: list[str] = []
+        self.left: list[tuple[float, str]] = []  # (when to remove it, placement group)
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # Tune pickles its callbacks for a restore of its own, which is not used here
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
+        self.running.append(_trial_name(trial))
         self.watch.started(_trial_name(trial))
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **_: Any) -> None:
@@ -360,14 +438,110 @@ class _Listener(TrialProgressCallback):
             self.watch.reported(_trial_name(trial), result["step"], result["metrics"])
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
-        self.watch.ended(_trial_name(trial), None)
+        self.running.remove(_trial_name(trial))
+        last = trial.last_result or {}
+        early = last.get("metrics", {}).get("progress", 1) < 1
+        if early:
+            self._leave(last)
+        self.watch.ended(_trial_name(trial), None, BEHIND if early else None)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
+        self.running.remove(_trial_name(trial))
         failure = self.folder / "trials" / _trial_name(trial) / "traceback.txt"
         if not failure.exists():  # the trial's own process died
             failure.parent.mkdir(parents=True, exist_ok=True)
             failure.write_text(Path(trial.error_file).read_text() if trial.error_file else "the trial's process died\n")
-        self.watch.ended(_trial_name(trial), _last_line(failure.read_text()))
+        self._leave(trial.last_result or {})
+        self.watch.ended(_trial_name(trial), _last_line(failure.read_text()), None)
+
+    def on_step_end(self, iteration: int, trials: list[Any], **_: Any) -> None:
+        now = time.monotonic()
+        for when, group in self.left:
+            if when <= now:
+                remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group))))
+        self.left = [(when, group) for when, group in self.left if when > now]
+
+    def _leave(self, last: Mapping[str, Any]) -> None:
+        if "placement_group" in last:
+            self.left.append((time.monotonic() + REAP_SECONDS, last["placement_group"]))
+
+
+BEHIND = "its held-out acceptance fell behind"
+"""Why ASHA stops a trial."""
+
+PATIENCE = 20
+"""How often Optuna may suggest what was tried already, until a point that wasn't is drawn for it."""
+
+METRIC, TIME = f"metrics/{SCORE}", "metrics/progress"
+"""Where Tune finds them in a report."""
+
+
+class _Optuna(OptunaSearch):
+    """Tune's Optuna searcher over the trials there are, none of which is tried twice.
+
+    A varied value is known to it by its place, so values should be given in an order that means something.
+    """
+
+    def __init__(
+        self,
+        points: Mapping[str, tuple[int, ...]],
+        history: Mapping[str, Sequence[Mapping[str, float]]],
+        begun: Sequence[str],
+        seed: int,
+    ) -> None:
+        most = [max(places) for places in zip(*points.values(), strict=True)]
+        super().__init__(
+            {str(i): optuna.distributions.IntDistribution(0, high) for i, high in enumerate(most)},
+            metric=METRIC,
+            mode="max",
+            seed=seed,
+            points_to_evaluate=[self._point(points[name]) for name in begun],
+        )
+        self.names = {place: name for name, place in points.items()}
+        self.tried = set(history)
+        self.random = random.Random(seed)
+        self.asked: dict[str, str] = {}  # Tune's id of a trial -> Optuna's
+        for name, reports in history.items():
+            if scores := [report[SCORE] for report in reports if SCORE in report]:
+                self.add_evaluated_point(self._point(points[name]), scores[-1])
+
+    @staticmethod
+    def _point(places: tuple[int, ...]) -> dict[str, int]:
+        return {str(i): place for i, place in enumerate(places)}
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | str:
+        untried = [place for place, name in self.names.items() if name not in self.tried]
+        for attempt in itertools.count() if untried else ():
+            if attempt == PATIENCE:
+                self._ot_study.enqueue_trial(self._point(self.random.choice(untried)))
+            self.asked[trial_id] = f"{trial_id} {attempt}"
+            point = super().suggest(self.asked[trial_id])
+            name = self.names.get(tuple(point[str(i)] for i in range(len(point))))
+            if name is not None and name not in self.tried:
+                self.tried.add(name)
+                return {"trial": name}
+            super().on_trial_complete(self.asked[trial_id], error=True)
+        return Searcher.FINISHED
+
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        pass  # Optuna's own early stopping is not used
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        super().on_trial_complete(self.asked[trial_id], result, error)
+
+
+def _asha(search: SearchConfig, history: Mapping[str, Sequence[Mapping[str, float]]]) -> ASHAScheduler:
+    """ASHA by shares of the training, so that trials of different length meet; its rungs stand where they stood."""
+    asha = ASHAScheduler(
+        TIME, METRIC, "max", max_t=0.99, grace_period=search.grace, reduction_factor=search.reduction,
+        stop_last_trials=False,
+    )  # fmt: skip
+    for name, reports in history.items():
+        past = SimpleNamespace(trial_id=name)
+        asha.on_trial_add(None, past)
+        for report in reports:
+            asha.on_trial_result(None, past, {f"metrics/{key}": value for key, value in report.items()})
+    return asha
 
 
 def _death(error: ray.train.TrainingFailedError) -> str:

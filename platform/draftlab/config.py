@@ -105,7 +105,10 @@ class DraftConfig(Section):
     num_hidden_layers: Annotated[int, Field(ge=1)] = 3
     """L: draft layers."""
     num_target_layers: Annotated[int, Field(ge=1)] = 5
-    """T: how many target layers are tapped, spread uniformly, when target_layer_ids is not given."""
+    """T: how many target layers are tapped when target_layer_ids is not given."""
+    layer_choice: Annotated[str, Field(pattern=r"^(uniform|early|middle|late|random\d*)$")] = "uniform"
+    """Which T layers then: `uniform` is spread from the second to the third-to-last; the others are controls, with
+    random1, random2, ... further random draws."""
     target_layer_ids: list[int] | None = None
     """Tapped layers, 0-based, read at each layer's output."""
     mask_token_id: int | None = None
@@ -114,6 +117,8 @@ class DraftConfig(Section):
     """Width of the draft's MLP; None is the target's."""
     vocab: Annotated[int, Field(ge=2)] | None = None
     """V': the draft guesses among that many tokens, the most frequent ones of the corpus' answers; None is all."""
+    conditioning: Literal["target", "none"] = "target"
+    """`none` is an ablation: the projection of the target's states is zero and stays so."""
     init: Literal["target_layers", "random"] = "target_layers"
     """Start from the target's own layers, or from small random weights."""
     attention: Literal["auto", "split", "flex", "dense"] = "auto"
@@ -181,12 +186,18 @@ class TrainConfig(Section):
 
     steps: Annotated[int, Field(ge=1)] = 400
     """Optimizer steps."""
+    seconds: Annotated[float, Field(gt=0)] | None = None
+    """Training time instead of steps, evaluations not counted; the learning rate then follows the time."""
+    conversations: Annotated[int, Field(ge=1)] | None = None
+    """Train on this many of the corpus's conversations, chosen at random, more always holding fewer; None is all."""
     batch_size: Annotated[int, Field(ge=1)] = 8
     """Sequences of one optimizer step, over all workers and accumulation splits."""
     accumulation: Annotated[int, Field(ge=1)] = 1
     """Splits of a worker's share of the batch, run one after another."""
     anchors: Annotated[int, Field(ge=1)] = 16
     """Anchors of one sequence in one step."""
+    anchor_choice: Literal["random", "blocks"] = "random"
+    """Drawn from all positions, or only from the first positions of a fixed cut into blocks (an ablation)."""
     workers: Annotated[int, Field(ge=1)] = 1
     """Ray Train workers (data parallel)."""
     lr: Annotated[float, Field(gt=0)] = 6e-4
@@ -269,6 +280,32 @@ class ClusterConfig(Section):
     """Trials at once."""
     max_failures: Annotated[int, Field(ge=0)] = 1
     """Restarts of a trial whose worker died."""
+    worker_memory_gb: Annotated[float, Field(gt=0)] | None = None
+    """Most memory of one worker; a trial that needs more fails alone. CPU only; None is no limit."""
+
+
+class SearchConfig(Section):
+    """How a sweep chooses among the combinations of its values, and what is equal for its trials."""
+
+    method: Literal["grid", "random", "optuna"] = "grid"
+    """`grid` is all combinations; `random` some; `optuna` some, chosen by the held-out acceptance of the others."""
+    samples: Annotated[int, Field(ge=1)] | None = None
+    """Combinations that random and optuna try."""
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """Each combination is trained with each of these seeds; None is the run's own."""
+    scheduler: Literal["none", "asha"] = "none"
+    """`asha` stops a trial whose held-out acceptance falls behind the others' at the same share of their training."""
+    grace: Annotated[float, Field(gt=0, le=0.9)] = 0.25
+    """Share of its training after which asha first compares a trial."""
+    reduction: Annotated[int, Field(ge=2)] = 2
+    """Asha lets one of so many go on, and compares again when they have trained so many times as long."""
+    time_budget: Annotated[float, Field(gt=0)] | None = None
+    """Seconds for the training of all trials, from the start or the resume; those that run then are stopped."""
+    budget: Literal["steps", "tokens", "time"] = "steps"
+    """What is equal for all trials: their steps; those and (by their anchors) their supervised tokens, anchors x
+    (B-1); or the training time, train.seconds."""
+    rank_by: str = "speedup"
+    """The metric by which trials are ranked and compared."""
 
 
 class Run(Section):
@@ -285,6 +322,7 @@ class Run(Section):
     eval: EvalConfig = EvalConfig()
     tracking: TrackingConfig = TrackingConfig()
     cluster: ClusterConfig = ClusterConfig()
+    search: SearchConfig = SearchConfig()
 
     @model_validator(mode="after")
     def _shares(self) -> Run:
@@ -373,18 +411,28 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def load(path: str | Path = DEFAULT_CONFIG, overrides: list[str] | None = None) -> Run:
+def word(value: Any) -> str:
+    """A setting's value, or several settings' values, as a word for a name."""
+    if isinstance(value, dict | list):
+        return "_".join(map(word, value.values() if isinstance(value, dict) else value))
+    return str(value)
+
+
+def load(
+    path: str | Path = DEFAULT_CONFIG, overrides: list[str] | None = None, defaults: dict[str, Any] | None = None
+) -> Run:
     """Read a YAML of differences and apply `section.key=value` overrides.
 
     Args:
         path: YAML file; `extends: other.yaml` (beside it) is read first.
         overrides: as given on a command line; values are parsed as YAML.
+        defaults: section -> settings that hold where the YAML says nothing.
 
     Raises:
         UserError: no such file, broken YAML, unknown key, wrong type or value.
     """
     path = Path(path)
-    run = _validate(_read(path.resolve()), str(path))
+    run = _validate(_merge(defaults or {}, _read(path.resolve())), str(path))
     return run.replace(dict(_parse(item) for item in overrides or []))
 
 

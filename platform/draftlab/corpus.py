@@ -186,6 +186,18 @@ class Journal:
                     place.unlink()
 
 
+def count_rows(config: CorpusConfig) -> int:
+    """Conversations of a corpus, without reading them; of one that the target still has to write, those it will.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    if config.source == "self":
+        return config.write_conversations
+    path = PACKAGED if config.source == "packaged" else expand(config.source)
+    return sum(1 for _ in _read_lines(path))
+
+
 def write_corpus(
     target: Target,
     prompts: Iterable[list[Message]] | None,

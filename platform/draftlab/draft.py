@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -74,6 +75,32 @@ def uniform_layer_ids(count: int, num_layers: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
 
 
+def choose_layer_ids(choice: str, count: int, num_layers: int) -> tuple[int, ...]:
+    """`count` of the layers that can be tapped, which are all but the last.
+
+    Args:
+        choice: `uniform`; or a control of the same size: `early`, `middle`, `late`, `random`, `random1`, ...
+
+    Raises:
+        UserError: there are not that many.
+    """
+    most = num_layers - 1
+    if choice == "uniform" and count > max(1, num_layers - 3):
+        raise UserError(
+            f"draft.num_target_layers: a target of {num_layers} layers has {max(1, num_layers - 3)} to spread over "
+            f"(second to third-to-last), got {count}; draft.target_layer_ids can name others"
+        )
+    if count > most:
+        raise UserError(f"draft.num_target_layers: expected at most {most} of the target's layers, got {count}")
+    if choice == "uniform":
+        return uniform_layer_ids(count, num_layers)
+    if choice.startswith("random"):
+        draw = np.random.default_rng(int(choice.removeprefix("random") or 0))
+        return tuple(sorted(draw.choice(most, count, replace=False).tolist()))
+    first = {"early": 0, "middle": (most - count) // 2, "late": most - count}[choice]
+    return tuple(range(first, first + count))
+
+
 def adapt(target_config: Any, draft: DraftConfig, mask_token_id: int) -> DraftSpec:
     """The draft's shape for a target: all that must change with a new target, in one place.
 
@@ -88,12 +115,9 @@ def adapt(target_config: Any, draft: DraftConfig, mask_token_id: int) -> DraftSp
     """
     depth = target_config.num_hidden_layers
     chosen = draft.target_layer_ids
-    if chosen is None and draft.num_target_layers > max(1, depth - 3):
-        raise UserError(
-            f"draft.num_target_layers: a target of {depth} layers has {max(1, depth - 3)} to spread over "
-            f"(second to third-to-last), got {draft.num_target_layers}; draft.target_layer_ids can name others"
-        )
-    ids = check_layer_ids(uniform_layer_ids(draft.num_target_layers, depth) if chosen is None else chosen, depth)
+    if chosen is None:
+        chosen = choose_layer_ids(draft.layer_choice, draft.num_target_layers, depth)
+    ids = check_layer_ids(chosen, depth)
     mask = mask_token_id if draft.mask_token_id is None else draft.mask_token_id
     if not 0 <= mask < target_config.vocab_size:
         vocabulary = target_config.vocab_size
@@ -463,6 +487,10 @@ class Draft(nn.Module):
 
             x = layer(x, rope, attend)
         return self.norm(x)
+
+    def disconnect(self) -> None:
+        """Tell the draft nothing of the target's states, now and in training: an ablation."""
+        nn.init.zeros_(self.fc.weight.requires_grad_(False))
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:

@@ -176,7 +176,7 @@ def compare(
     items_of, statistic = MEASURES[measure]
     ours, theirs = ({(p.case.prompt, p.case.turn): p for p in evaluation.traces} for evaluation in (first, second))
     both = [[side[case] for case in ours if case in theirs] for side in (ours, theirs)]
-    both = [_by_prompt(pairs, items_of(pairs)) for pairs in both]
+    both = [by_prompt(pairs, items_of(pairs)) for pairs in both]
     difference = metrics.difference(statistic, both[0].shape[1])
     items = np.hstack(both)
     return float(difference(items)), *metrics.bootstrap(difference, items, resamples, seed)
@@ -483,12 +483,12 @@ def _bucket(tokens: int) -> int:
 
 def _measure(name: str, pairs: Sequence[Pair], resamples: int, seed: int) -> dict[str, float]:
     items_of, statistic = MEASURES[name]
-    items = _by_prompt(pairs, items_of(pairs))
+    items = by_prompt(pairs, items_of(pairs))
     low, high = metrics.bootstrap(statistic, items, resamples, seed)
     return {name: float(statistic(items)), f"{name}_low": low, f"{name}_high": high}
 
 
-def _by_prompt(pairs: Sequence[Pair], items: np.ndarray) -> np.ndarray:
+def by_prompt(pairs: Sequence[Pair], items: np.ndarray) -> np.ndarray:
     """Items (cases, n) summed over each prompt's turns, (P, n): turns of a conversation are no independent draws."""
     prompts, index = np.unique(np.array([pair.case.prompt for pair in pairs], int), return_inverse=True)
     sums = np.zeros((len(prompts), items.shape[1]))

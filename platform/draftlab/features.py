@@ -176,9 +176,9 @@ def open_store(folder: str | Path, layer_ids: Sequence[int], last_hidden: bool =
     return StoredFeatures(store, layer_ids, last_hidden)
 
 
-def estimate_bytes(corpus: Corpus, layer_ids: Sequence[int], hidden_size: int, last_hidden: bool = False) -> int:
-    """Disk space of a whole store, in bytes."""
-    return _bytes(_names(layer_ids, last_hidden), hidden_size) * sum(len(row.ids) for row in corpus.rows)
+def estimate_bytes(tokens: int, layer_ids: Sequence[int], hidden_size: int, last_hidden: bool = False) -> int:
+    """Disk space of a store over so many tokens, in bytes."""
+    return _bytes(_names(layer_ids, last_hidden), hidden_size) * tokens
 
 
 def build(

@@ -168,20 +168,24 @@ def typical(repeats: Sequence[Trace]) -> Trace:
 def bootstrap(
     statistic: Callable[[np.ndarray], np.ndarray | float], items: np.ndarray, resamples: int, seed: int = 0
 ) -> tuple[float, float]:
-    """95 % percentile interval of a statistic over prompts.
+    """95 % percentile interval of a statistic over prompts, and over seeds where there are several.
 
     Args:
         statistic: of (..., P, n) items over their prompts; `ratio` or `speedup_statistic`, say.
-        items: (P, n) per-prompt sums. Put two drafts' items side by side to compare them paired.
-        resamples: how often P prompts are drawn with replacement.
+        items: (P, n) per-prompt sums, or (K, P, n) of drafts from K seeds on the same prompts. Put two drafts' items
+            side by side to compare them paired.
+        resamples: how often P prompts (and K seeds) are drawn with replacement.
 
     Returns:
         (low, high); NaN for fewer than two prompts, which say nothing about their spread.
     """
-    if len(items) < 2:
+    seeds, prompts, _ = (items := items if items.ndim == 3 else items[None]).shape
+    if prompts < 2:
         return float("nan"), float("nan")
-    draws = np.random.default_rng(seed).integers(len(items), size=(resamples, len(items)))
-    values = np.asarray(statistic(items[draws]))
+    random = np.random.default_rng(seed)
+    drawn = random.integers(prompts, size=(resamples, 1, prompts))
+    drawn = items[random.integers(seeds, size=(resamples, seeds, 1)), drawn]
+    values = np.asarray(statistic(drawn.reshape(resamples, seeds * prompts, -1)))
     values = values[np.isfinite(values)]  # a draw of prompts without a single round has no value
     low, high = np.percentile(values, [2.5, 97.5]) if len(values) else (np.nan, np.nan)
     return float(low), float(high)

@@ -61,16 +61,17 @@ def write_sweep(
     curves: Mapping[str, Sequence[Mapping[str, float]]],
     survivals: Mapping[str, Sequence[float]],
     out: Path,
-    varied: str = "draft.block_size",
+    varied: Sequence[str] = (),
 ) -> pd.DataFrame:
-    """Write a sweep's results.csv, acceptance.png, survival.png and training.png.
+    """Write a sweep's results.csv and its figures: acceptance, survival, training, latency; a heat map if two vary.
 
     Args:
         rows: one a trial, failed ones too; keys are COLUMNS, and what is missing stays empty.
-        curves: trial -> reports by `step`: `loss`, and `heldout_acceptance_length` where it was measured.
+        curves: trial -> reports by `step`: `loss`, `train_seconds`, `supervised_tokens`, and
+            `heldout_acceptance_length` where it was measured.
         survivals: trial -> P(the first k drafted tokens are all accepted), k = 1..B-1.
         out: folder, made if it is missing.
-        varied: what the trials differ in: a dotted key, whose last part (or whole) is a column.
+        varied: the columns in which the trials differ.
 
     Returns:
         The table, a row a trial, in the order given.
@@ -79,13 +80,27 @@ def write_sweep(
     out.mkdir(parents=True, exist_ok=True)
     frame = _frame(rows)
     frame.to_csv(out / "results.csv", index=False)
-    column = varied if varied in frame else varied.rpartition(".")[2]
     colors = _colors(list(frame["trial"]))
     with matplotlib.rc_context(STYLE):
-        _acceptance_figure(frame, column).savefig(out / "acceptance.png")
+        _acceptance_figure(frame, next(iter(varied), "block_size")).savefig(out / "acceptance.png")
         _survival_figure(survivals, colors).savefig(out / "survival.png")
         _training_figure(curves, colors).savefig(out / "training.png")
+        _latency_figure(frame, colors).savefig(out / "latency.png")
+        if len(varied) > 1:
+            _heat_map(frame, *varied[:2]).savefig(out / "heat_map.png")
     return frame
+
+
+def write_verdicts(frame: pd.DataFrame, measure: str, out: Path) -> None:
+    """Write verdicts.csv and verdicts.png.
+
+    Args:
+        frame: a row an arm, as `findings.frame` gives it.
+        measure: what was compared.
+    """
+    frame.to_csv(out / "verdicts.csv", index=False)
+    with matplotlib.rc_context(STYLE):
+        _verdict_figure(frame, measure).savefig(out / "verdicts.png")
 
 
 def check_folder(folder: Path) -> None:
@@ -282,6 +297,7 @@ def _acceptance_figure(frame: pd.DataFrame, column: str) -> Figure:
             axis.errorbar(
                 x[known], value[known], bars[:, known],
                 color=INK, marker="o", markersize=5, capsize=4, elinewidth=1.2,
+                linestyle="-" if len(set(x[known])) == len(known) else "",  # several seeds: the points alone
                 label="measured, 95% interval over prompts",
             )  # fmt: skip
             axis.axhline(1, color=FADED, linewidth=1.2, linestyle="--", label="the target alone")
@@ -441,22 +457,83 @@ def _with_interval(rows: Sequence[Mapping[str, Any]], measure: str) -> tuple[np.
 
 
 def _training_figure(curves: Mapping[str, Sequence[Mapping[str, float]]], colors: Mapping[str, Any]) -> Figure:
-    figure = Figure(figsize=(8.4, 3.4))
-    for axis, measure, title, marker in zip(
-        figure.subplots(1, 2, sharex=True),
-        ("loss", "heldout_acceptance_length"),
-        ("Training loss", "Held-out acceptance length (offline)"),
-        (None, "o"),
+    figure = Figure(figsize=(8.4, 6.4))
+    loss, heldout = "loss", "heldout_acceptance_length"
+    for axis, (along, measure, label) in zip(
+        figure.subplots(2, 2).flat,
+        (
+            ("step", loss, "step"),
+            ("step", heldout, "step"),
+            ("train_seconds", heldout, "training time (s)"),
+            ("supervised_tokens", heldout, "supervised tokens"),
+        ),
     ):
         for name, curve in curves.items():
-            points = [(report["step"], report[measure]) for report in curve if report.get(measure) is not None]
+            points = [(report[along], report[measure]) for report in curve if measure in report and along in report]
             if points:
-                steps, values = np.array(sorted(points), float).T
-                axis.plot(steps, values, color=colors.get(name), marker=marker, markersize=3.5, label=_label(name))
-        axis.set_xlabel("step")
-        axis.set_title(title)
+                x, y = np.array(sorted(points), float).T
+                marker = None if measure == loss else "o"
+                axis.plot(x, y, color=colors.get(name), marker=marker, markersize=3.5, label=_label(name))
+        axis.set_xlabel(label)
+        axis.set_title("Training loss" if measure == loss else "Held-out acceptance length (offline)")
         axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         _legend(axis)
+    return figure
+
+
+def _latency_figure(frame: pd.DataFrame, colors: Mapping[str, Any]) -> Figure:
+    """Acceptance against the draft's time; the front are the drafts that no other is both faster and better than."""
+    figure = Figure(figsize=(5.6, 3.8))
+    axis = figure.subplots()
+    known = frame[frame["draft_ms"].notna() & frame["acceptance_length"].notna()].sort_values("draft_ms")
+    best = known["acceptance_length"].cummax()
+    front = known[known["acceptance_length"].eq(best) & ~best.duplicated()]
+    axis.plot(front["draft_ms"], front["acceptance_length"], color=FADED, linestyle="--", drawstyle="steps-post")
+    for row in known.itertuples():
+        axis.plot(row.draft_ms, row.acceptance_length, marker="o", color=colors[row.trial])
+        axis.annotate(_label(row.trial), (row.draft_ms, row.acceptance_length), (5, 4), textcoords="offset points",
+                      fontsize=8)  # fmt: skip
+    if known.empty:
+        _say_nothing(axis)
+    axis.set_xlabel("drafting a block (ms)")
+    axis.set_ylabel("acceptance length (tokens per round)")
+    axis.set_title("Acceptance against draft latency; dashed: the Pareto front")
+    axis.margins(x=0.2, y=0.2)
+    return figure
+
+
+def _heat_map(frame: pd.DataFrame, across: str, down: str) -> Figure:
+    """Acceptance length and speedup over two varied columns, means over whatever else varies."""
+    figure = Figure(figsize=(8.4, 3.7))
+    for axis, measure in zip(figure.subplots(1, 2), ("acceptance_length", "speedup")):
+        cells = frame.pivot_table(index=down, columns=across, values=measure, aggfunc="mean", dropna=False)
+        axis.imshow(cells.to_numpy(float), cmap="viridis", aspect="auto")
+        axis.grid(visible=False)
+        axis.set_xticks(range(cells.shape[1]), [value if isinstance(value, str) else f"{value:g}" for value in cells])
+        axis.set_yticks(
+            range(cells.shape[0]), [value if isinstance(value, str) else f"{value:g}" for value in cells.index]
+        )
+        for (y, x), value in np.ndenumerate(cells.to_numpy(float)):
+            axis.text(x, y, _text(value, "{:.2f}"), ha="center", va="center",
+                      bbox={"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 1})  # fmt: skip
+        axis.set_xlabel(across.replace("_", " "))
+        axis.set_ylabel(down.replace("_", " "))
+        axis.set_title(measure.replace("_", " "))
+    return figure
+
+
+def _verdict_figure(frame: pd.DataFrame, measure: str) -> Figure:
+    figure = Figure(figsize=(7.2, 1.2 + 0.36 * len(frame)))
+    axis = figure.subplots()
+    colors = {"better": INK, "worse": BAD}
+    for y, row in enumerate(frame.iloc[::-1].itertuples()):
+        color = colors.get(row.verdict, FADED)
+        axis.plot([row.difference_low, row.difference_high], [y, y], color=color)
+        axis.plot(row.difference, y, marker="o", color=color)
+        axis.annotate(row.verdict, (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=9, color=color)
+    axis.axvline(0, color=FADED, linewidth=1, linestyle="--")
+    axis.set_yticks(range(len(frame)), [_label(arm) for arm in frame["arm"].iloc[::-1]])
+    axis.set_xlabel(f"{measure.replace('_', ' ')}: difference from the baseline, 95% interval")
     return figure
 
 

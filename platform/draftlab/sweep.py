@@ -1,98 +1,66 @@
-"""A sweep from the varied values to the table, and its folder, from which it can be resumed at any time.
-
-    sweep.yaml                  what is swept and where it is tracked
-    results.csv, *.png          the report
-    trials/<name>/trial.json    how far the trial is
-    trials/<name>/reports.jsonl what it reported, a line a report
-    trials/<name>/draft/        the draft of its best checkpoint
-    trials/<name>/evaluation/   results.json and figures of that draft, decoding held-out prompts
-    trials/<name>/traceback.txt why it failed
-    ray/                        Ray's state and the checkpoints: the last and the best
-"""
+"""A sweep from the varied values to the table: the driver, which owns every record on disk and in MLflow."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import itertools
-import json
-import os
-import re
 import shutil
-import signal
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
+import torch
 
-from draftlab import checkpoint, cluster, corpus, evaluation, report, train
-from draftlab import config as configs
+from draftlab import checkpoint, cluster, corpus, evaluation, findings, report, search, train
 from draftlab.config import Run
 from draftlab.errors import UserError
 from draftlab.prompts import load_prompts
-from draftlab.target import load_target
+from draftlab.records import (
+    FAILED,
+    FINISHED,
+    KILLED,
+    RUNNING,
+    STOPPED,
+    TRAINED,
+    Plan,
+    Record,
+    alone,
+    load_plan,
+    save_plan,
+)
+from draftlab.search import Trial
+from draftlab.target import expand, load_target, load_target_config
 from draftlab.tracking import Store
 
 OUTPUTS = Path("outputs")
 
-RUNNING, TRAINED, FINISHED, FAILED, KILLED = "RUNNING", "TRAINED", "FINISHED", "FAILED", "KILLED"
-"""How far a trial is; TRAINED still has to be evaluated, and is RUNNING for MLflow."""
+ENDED = (TRAINED, FINISHED, STOPPED)
+"""Needs no training any more."""
+
+Say = Callable[..., None]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What sweep.yaml holds: enough to go on with a sweep from its folder alone."""
+class Question:
+    """What a script asks."""
 
     experiment: str
-    """The question, e.g. sweep_block_size."""
-    key: str
-    """Unique; MLflow's runs are found again by it."""
-    vary: dict[str, list[Any]]
-    """Dotted key -> its values; every combination is a trial."""
-    base: Run
-    """What all trials share."""
-    tracking_uri: str
-    mlflow_run_id: str
-    """The parent run."""
-    prepared: dict[str, Any]
-    """Fingerprints of the target and the corpus."""
-
-    def save(self, folder: Path) -> None:
-        """Write sweep.yaml."""
-        text = yaml.safe_dump({**vars(self), "base": self.base.model_dump()}, sort_keys=False)
-        _write(folder / "sweep.yaml", text)
+    """Its name; of the runs and of the default folder, too."""
+    text: str
+    """The question itself."""
+    vary: Mapping[str, Sequence[Any]]
+    """As draftlab.search takes it; empty is a single trial."""
+    baseline: str | None = None
+    """The arm that the others are compared with; None is the best."""
 
 
-def trials(base: Run, vary: Mapping[str, Sequence[Any]]) -> dict[str, Run]:
-    """Every combination of the varied values as a named, validated run.
-
-    Raises:
-        UserError: an unknown key, a wrong value, or one that stands there twice.
-    """
-    runs: dict[str, Run] = {}
-    for values in itertools.product(*vary.values()):
-        changes = dict(zip(vary, values, strict=True))
-        name = re.sub(r"[^\w-]", "_", "-".join(f"{key.rpartition('.')[2]}_{value}" for key, value in changes.items()))
-        if name in runs:
-            raise UserError(f"{', '.join(f'{key}={value}' for key, value in changes.items())} would be tried twice")
-        runs[name or "draft"] = base.replace(changes)
-    return runs
-
-
-def start(
-    experiment: str, base: Run, vary: Mapping[str, Sequence[Any]], out: Path | None, say: Callable[..., None]
-) -> int:
-    """Train and evaluate a draft for every combination of the varied values.
+def start(question: Question, base: Run, out: Path | None, say: Say) -> int:
+    """Train and evaluate a draft for every trial.
 
     Args:
-        experiment: names the runs and the default folder.
         base: what the trials share.
-        vary: dotted key -> its values; empty is a single trial.
         out: the sweep's folder; None is `outputs/<experiment>/<UTC time>`.
         say: shows a line.
 
@@ -101,36 +69,38 @@ def start(
 
     Raises:
         UserError: before any long work, and before the folder exists.
-        KeyboardInterrupt: at SIGINT or SIGTERM, when everything has been put away.
+        KeyboardInterrupt: when everything has been put away.
     """
     base = _anchor(base)
-    runs = trials(base, vary)
-    cluster.check(base, len(runs))
-    folder = (out or OUTPUTS / experiment / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}").resolve()
+    trials = _trials(base, question.vary)
+    name = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}"
+    folder = expand(str(out or OUTPUTS / question.experiment / name)).resolve()
     report.check_folder(folder)
     store = _store(base, None, say)
-    prepared = train.prepare(runs, say)
+    prepared = train.prepare({name: trial.run for name, trial in trials.items()}, say)
     _make(folder)
-    with _stoppable(), _alone(folder):
+    with alone(folder):
         key = uuid.uuid4().hex[:12]
-        flats = [run.flat() for run in runs.values()]
+        flats = [trial.run.flat() for trial in trials.values()]
         shared = {name: value for name, value in flats[0].items() if all(flat[name] == value for flat in flats)}
-        varied = {f"sweep.{name}": list(values) for name, values in vary.items()}
-        tags = {"draftlab.experiment": experiment, "draftlab.folder": str(folder)}
-        parent = store.start_run(f"{experiment} {folder.name}", key=key, params=shared | varied, tags=tags)
+        varied = {f"sweep.{name}": list(values) for name, values in question.vary.items()}
+        tags = {"draftlab.experiment": question.experiment, "draftlab.folder": str(folder)}
+        parent = store.start_run(f"{question.experiment} {folder.name}", key=key, params=shared | varied, tags=tags)
         plan = Plan(
-            experiment=experiment,
+            experiment=question.experiment,
+            question=question.text,
             key=key,
-            vary={name: list(values) for name, values in vary.items()},
+            vary={name: list(values) for name, values in question.vary.items()},
+            baseline=question.baseline,
             base=base,
             tracking_uri=store.uri,
             mlflow_run_id=parent,
             prepared=_fingerprints(prepared),
         )
-        return _Sweep(plan, runs, folder, store, say).run(prepared)
+        return _Sweep(plan, trials, folder, store, say).run(prepared)
 
 
-def resume(folder: Path, say: Callable[..., None]) -> int:
+def resume(folder: Path, say: Say) -> int:
     """Go on with an interrupted sweep: what has ended is kept, what failed is tried again.
 
     Args:
@@ -139,42 +109,83 @@ def resume(folder: Path, say: Callable[..., None]) -> int:
 
     Returns, raises: as `start`.
     """
-    folder = folder.resolve()
-    plan = _load_plan(folder)
-    runs = trials(plan.base, plan.vary)
-    cluster.check(plan.base, len(runs))
-    with _stoppable(), _alone(folder):
+    folder = expand(str(folder)).resolve()
+    plan = load_plan(folder)
+    trials = _trials(plan.base, plan.vary)
+    with alone(folder):
         store = _store(plan.base, plan.tracking_uri, say)
-        prepared = train.prepare(runs, say)
+        prepared = train.prepare({name: trial.run for name, trial in trials.items()}, say)
         if _fingerprints(prepared) != plan.prepared:
             raise UserError(f"--resume {folder}: target or corpus have changed since; start a new sweep")
         if (found := store.start_run(f"{plan.experiment} {folder.name}", key=plan.key)) != plan.mlflow_run_id:
             store.end_run(found, FAILED, "made by a resumed sweep whose runs are not here")
             raise UserError(f"--resume {folder}: its MLflow run {plan.mlflow_run_id} is not in {store.uri}")
-        return _Sweep(plan, runs, folder, store, say).run(prepared)
+        return _Sweep(plan, trials, folder, store, say).run(prepared)
+
+
+def dry_run(question: Question, base: Run, say: Say) -> int:
+    """Show the trials and about what they take, and do nothing.
+
+    Raises:
+        UserError: as `start`, for what can be known without loading the target.
+    """
+    base = _anchor(base)
+    trials = _trials(base, question.vary)
+    target = load_target_config(base.target)
+    say("measuring the machine", doing="measuring the machine")
+    shares = cluster.share_here(base, len(trials))
+    flops = search.matrix_speed(base, torch.device("cuda" if shares.gpus else "cpu"), shares.cpus)
+    costs = {}
+    for name, trial in trials.items():
+        try:
+            costs[name] = search.cost(trial.run, target, flops)
+        except UserError as error:
+            raise UserError(f"trial {name}: {error}") from error
+    rows = [
+        {
+            "trial": name,
+            "steps": "-" if trials[name].run.train.seconds else trials[name].run.train.steps,
+            "anchors": trials[name].run.train.anchors,
+            "minutes": f"{cost.seconds / 60:.1f}",
+            "GB memory": f"{cost.memory * trials[name].run.train.workers / 1e9:.1f}",
+            "GB disk": f"{cost.disk / 1e9:.2f}",
+        }
+        for name, cost in costs.items()
+    ]
+    count = base.search.samples if base.search.method == "optuna" else len(trials)
+    longest, mean = (pick([cost.seconds for cost in costs.values()]) for pick in (max, lambda all: sum(all) / len(all)))
+    seconds = min(max(longest, mean * count / shares.concurrent), base.search.time_budget or float("inf"))
+    conversations = base.corpus.conversations or corpus.count_rows(base.corpus)
+    stored = search.feature_bytes(trials, target, conversations)
+    say(f"{len(trials)} combinations\n{pd.DataFrame(rows).to_string(index=False)}")
+    memory = max(cost.memory for cost in costs.values()) * base.train.workers * shares.concurrent
+    disk = sum(cost.disk for cost in costs.values()) / len(costs) * count
+    say(
+        f"{count} trials, {shares.concurrent} at once: about {seconds / 60:.0f} minutes of training, "
+        f"{memory / 1e9:.1f} GB of memory, {disk / 1e9:.2f} GB of disk and at most {stored / 1e9:.2f} GB of features"
+    )
+    say("estimates, without ASHA, features and decoding; nothing was started")
+    return 0
 
 
 class _Sweep:
-    """The driver's side of a sweep: it owns every record, on disk and in MLflow."""
+    """The driver's side of a sweep that goes on; hears what the cluster tells (cluster.Watch)."""
 
-    def __init__(self, plan: Plan, runs: dict[str, Run], folder: Path, store: Store, say: Callable[..., None]) -> None:
-        self.plan, self.runs, self.folder, self.store, self.say = plan, runs, folder, store, say
-        self.states = {name: self._read_state(name) for name in runs}
-        self.heldout: dict[str, float] = {}
-        self.evaluations: dict[str, evaluation.Evaluation] = {}
-        plan.save(folder)
+    def __init__(self, plan: Plan, trials: dict[str, Trial], folder: Path, store: Store, say: Say) -> None:
+        self.plan, self.trials, self.folder, self.store, self.say = plan, trials, folder, store, say
+        self.search = plan.base.search
 
     def run(self, prepared: train.Prepared) -> int:
         """Train what isn't trained, evaluate what isn't evaluated, report."""
         self.prepared = prepared
+        self.records: dict[str, Record] = {}
         try:
-            for name in self.runs:
-                if self._status(name) == TRAINED:  # in an earlier process
+            self.records = {name: Record(self.folder / "trials" / name) for name in self.trials}
+            save_plan(self.folder, self.plan)
+            for name, record in self.records.items():
+                if record.status == TRAINED:  # in an earlier process
                     self._start_run(name)
-            todo = {name: run for name, run in self.runs.items() if self._status(name) not in (TRAINED, FINISHED)}
-            if todo:
-                self.say(f"{len(todo)} of {len(self.runs)} trials to train; starting Ray", doing="starting Ray")
-                cluster.run_trials(todo, prepared, self.folder, self)
+            self._train()
             self._evaluate()
             return self._report()
         except (KeyboardInterrupt, SystemExit):
@@ -186,35 +197,57 @@ class _Sweep:
             self._close(FAILED, f"{type(error).__name__}: {error}")
             raise
 
-    # What the cluster tells (cluster.Watch)
+    def _train(self) -> None:
+        done = {name: record.reports() for name, record in self.records.items() if record.status in ENDED}
+        todo = {name: trial.run for name, trial in self.trials.items() if name not in done}
+        count = self._count() - len(done)
+        if count < 1:
+            return
+        self.say(f"{count} of {self._count()} trials to train; starting Ray", doing="starting Ray")
+        points = {name: trial.point for name, trial in self.trials.items()}
+        begun = [name for name in todo if self.records[name].status]
+        cluster.run_trials(todo, self.prepared, self.folder, self, points, done, begun)
+
+    def _count(self) -> int:
+        return self.search.samples if self.search.method == "optuna" else len(self.trials)
+
+    # What the cluster tells
 
     def started(self, name: str) -> None:
         run_id = self._start_run(name)
         data = self.prepared.corpus
         self.store.log_dataset(run_id, "corpus", data["fingerprint"], data["source"], "training")
-        self._write_state(name, status=RUNNING, run_id=run_id, reason=None)
-        number = sum(bool(state) for state in self.states.values())  # they don't start in the order given
-        self.say(f"{name}: trial {number} of {len(self.runs)} starts", doing=f"starting the workers of {name}")
+        self.records[name].change(status=RUNNING, run_id=run_id, reason=None)
+        number = sum(record.status is not None for record in self.records.values())  # in another order than given
+        self.say(f"{name}: trial {number} of {self._count()} starts", doing=f"starting the workers of {name}")
 
     def _start_run(self, name: str) -> str:
+        trial = self.trials[name]
         return self.store.start_run(
             name,
             key=f"{self.plan.key}/{name}",
             parent=self.plan.mlflow_run_id,
-            params=self.runs[name].flat(),
-            tags={"draftlab.experiment": self.plan.experiment, "draftlab.trial": name},
+            params=trial.run.flat(),
+            tags={
+                "draftlab.experiment": self.plan.experiment,
+                "draftlab.sweep": self.folder.name,
+                "draftlab.trial": name,
+                "draftlab.arm": trial.arm,
+                "draftlab.seed": trial.run.seed,
+                "draftlab.status": RUNNING,
+            },
         )
 
     def reported(self, name: str, step: int, metrics: dict[str, float]) -> None:
-        with (self._trial(name) / "reports.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self.store.log_metrics(self._run_id(name), metrics, step)
-        steps = self.runs[name].train.steps
-        self.heldout[name] = metrics.get(cluster.SCORE, self.heldout.get(name))
-        heldout = "" if self.heldout[name] is None else f"  held-out acceptance {self.heldout[name]:.2f}"
-        left = round(metrics["train_seconds"] / step * (steps - step))
+        record = self.records[name]
+        record.add_report(step, metrics)
+        self.store.log_metrics(record.run_id, metrics, step)
+        config = self.trials[name].run.train
+        score = metrics.get(cluster.SCORE)
+        left = round(metrics["train_seconds"] * (1 / metrics["progress"] - 1))
         self.say(
-            f"{name}: step {step}/{steps}  loss {metrics['loss']:.3f}{heldout}"
+            f"{name}: step {step}{'' if config.seconds else f'/{config.steps}'}  loss {metrics['loss']:.3f}"
+            f"{'' if score is None else f'  held-out acceptance {score:.2f}'}"
             f"  {metrics['tokens_per_second']:,.0f} tokens/s  {left // 60}:{left % 60:02d} left",
             doing=f"training {name}",
         )
@@ -222,168 +255,175 @@ class _Sweep:
     def restarted(self, name: str, reason: str) -> None:
         self.say(f"{name}: {reason}; going on from its last checkpoint", doing=f"restarting the workers of {name}")
 
-    def ended(self, name: str, failure: str | None) -> None:
-        best = cluster.best_checkpoint(self.folder, name)
-        if failure is None and best is None:
-            failure = "it ended without a checkpoint"
-        if failure is not None:
-            self._write_state(name, status=FAILED, reason=failure)
-            self.store.end_run(self._run_id(name), FAILED, failure)
-            self.say(f"{name}: FAILED, {failure} (see {self._trial(name)})")
+    def ended(self, name: str, failure: str | None, stopped: str | None) -> None:
+        record, best = self.records[name], cluster.best_checkpoint(self.folder, name)
+        if failure or best is None:
+            status = KILLED if stopped else FAILED
+            reason = failure or f"{stopped or 'it ended'} without a checkpoint"
+            record.change(status=status, reason=reason)
+            self.store.end_run(record.run_id, status, reason)
+            self.say(f"{name}: {status}, {reason} (see {record.folder})")
             return
         source, step, metrics = best
-        draft = self._trial(name) / "draft"
-        shutil.rmtree(draft, ignore_errors=True)
-        shutil.copytree(source / "draft", draft)
+        last = (record.reports() or [metrics])[-1]
+        given_up = stopped == cluster.BEHIND  # what only the time cut off is decoded
+        if stopped:
+            stopped = f"stopped at {last['progress']:.0%}: {stopped}"
+        shutil.rmtree(record.draft, ignore_errors=True)
+        shutil.copytree(source / "draft", record.draft)
         model_id = None
         if self.plan.base.tracking.log_checkpoints:
             model_id = self.store.log_checkpoint(
-                self._run_id(name), draft, name=name, step=step, params=self.runs[name].flat(), metrics=metrics
+                record.run_id, record.draft, name=name, step=step, params=self.trials[name].run.flat(), metrics=metrics
             )
-        last = self._reports(name)[-1]
-        self._write_state(
-            name,
-            status=TRAINED,
+        record.change(
+            status=STOPPED if given_up else TRAINED,
+            reason=stopped,
             model_id=model_id,
             best_step=step,
             heldout_acceptance_length=metrics.get(cluster.SCORE),
             train_seconds=last["train_seconds"],
             supervised_tokens=last["supervised_tokens"],
         )
-        self.say(f"{name}: trained; best at step {step}")
+        if given_up:
+            self.store.end_run(record.run_id, FINISHED, stopped, STOPPED)
+        self.say(f"{name}: {stopped or 'trained'}; best at step {step}")
 
     # After the training
 
     def _evaluate(self) -> None:
         """Decode held-out prompts with every trained draft, in this process: Ray is down and the machine idle."""
-        names = [name for name in self.runs if self._status(name) == TRAINED]
-        if not names:
+        records = {name: record for name, record in self.records.items() if record.status == TRAINED}
+        if not records:
             return
         base = self.plan.base
-        self.say(f"decoding held-out prompts with {len(names)} drafts", doing="loading the target")
+        self.say(f"decoding held-out prompts with {len(records)} drafts", doing="loading the target")
         target = load_target(base.target)
-        prompts = load_prompts("heldout", base, target, self.say)
+        run = base.replace({"seed": self.prepared.corpus["seed"]})  # a corpus that the target wrote depends on it
+        prompts = load_prompts("heldout", run, target, self.say)
         loaded = {
-            name: checkpoint.load(self._trial(name) / "draft", dtype=target.dtype, device=target.device)
-            for name in names
+            name: checkpoint.load(record.draft, dtype=target.dtype, device=target.device)
+            for name, record in records.items()
         }
         drafts = {name: draft for name, (draft, _) in loaded.items()}
         hashes = {name: info.hash for name, (_, info) in loaded.items()}
-        self.evaluations = evaluation.evaluate(target, drafts, prompts, base.eval, self.say, base.seed, hashes)
-        for name, result in self.evaluations.items():
-            run_id, state = self._run_id(name), self.states[name]
-            out = self._trial(name) / "evaluation"
+        results = evaluation.evaluate(target, drafts, prompts, base.eval, self.say, base.seed, hashes)
+        for name, result in results.items():
+            record, out = records[name], records[name].folder / "evaluation"
             report.write_evaluation({name: result}, out)
             if (mix := drafts[name].layer_mix()) is not None:
                 report.write_layer_mix(mix.cpu().numpy(), drafts[name].spec.target_layer_ids, out / "layer_mix.png")
-            digest = result.provenance["prompts_hash"]
-            self.store.log_dataset(run_id, "prompts", digest, base.corpus.source, "evaluation")
+            data = ("prompts", result.provenance["prompts_hash"])
+            self.store.log_dataset(record.run_id, *data, base.corpus.source, "evaluation")
+            state = record.state
             self.store.log_metrics(
-                run_id, result.metrics, state["best_step"], model_id=state["model_id"], dataset=("prompts", digest)
+                record.run_id, result.metrics, state["best_step"], model_id=state["model_id"], dataset=data
             )
-            self.store.log_artifacts(run_id, out, "evaluation")
-            self.store.log_table(run_id, result.prompts, "evaluation/prompts.csv")
-            self._write_state(name, status=FINISHED)
-            self.store.end_run(run_id, FINISHED)
+            self.store.log_artifacts(record.run_id, out, "evaluation")
+            self.store.log_table(record.run_id, result.prompts, "evaluation/prompts.csv")
+            record.change(status=FINISHED)
+            self.store.end_run(record.run_id, FINISHED, record.state["reason"])
 
     def _report(self) -> int:
-        survivals = {name: found["survival"] for name in self.runs if (found := self._results(name))}
-        curves = {name: self._reports(name) for name in self.runs}
-        varied = next(iter(self.plan.vary), "draft.block_size")
-        frame = report.write_sweep([self._row(name) for name in self.runs], curves, survivals, self.folder, varied)
+        known = [name for name, record in self.records.items() if self.search.method != "optuna" or record.status]
+        survivals = {name: found["survival"] for name in known if (found := self.records[name].results())}
+        curves = {name: self.records[name].reports() for name in known}
+        varied = [key.rpartition(".")[2] for key, values in self.plan.vary.items() if len(values) > 1]
+        found = self._verdicts()
+        sentence = findings.answer(found, self.search.rank_by)
+        frame = report.write_sweep([self._row(name) for name in known], curves, survivals, self.folder, varied)
+        if found:
+            report.write_verdicts(findings.frame(found), self.search.rank_by, self.folder)
+        title = f"{self.plan.experiment} {self.folder.name}"
+        figures = sorted(path.name for path in self.folder.glob("*.png"))
+        page = findings.page(title, self.plan.question, sentence, found, report.table(frame), figures)
+        (self.folder / "report.md").write_text(page, encoding="utf-8")
         parent = self.plan.mlflow_run_id
-        for path in (self.folder / "results.csv", *sorted(self.folder.glob("*.png")), self.folder / "sweep.yaml"):
+        for path in (*sorted(self.folder.glob("*.csv")), *sorted(self.folder.glob("*.png")), self.folder / "report.md",
+                     self.folder / "sweep.yaml"):  # fmt: skip
             self.store.log_artifacts(parent, path)
-        failed = [name for name in self.runs if self._status(name) == FAILED]
-        self.say(f"{len(self.runs) - len(failed)} of {len(self.runs)} trials done\n{report.table(frame)}")
-        if frame["speedup"].notna().any():
-            self._name_winner(frame)
-        self.say(f"results: {self.folder}")
+        failed = [name for name in known if self.records[name].status == FAILED]
+        done = sum(self.records[name].status in ENDED for name in known)
+        self.say(f"{done} of {len(known)} trials done\n{report.table(frame)}")
+        for one in found:
+            self._tell(one)
+        self.say(sentence)
+        self._log_best(frame)
+        self.say(f"results: {self.folder / 'report.md'}")
         self.say(f"compare: {self.store.ui_command}")
         if failed:
-            self.store.end_run(parent, FAILED, f"{len(failed)} of {len(self.runs)} trials failed: {', '.join(failed)}")
+            self.store.end_run(parent, FAILED, f"{len(failed)} of {len(known)} trials failed: {', '.join(failed)}")
         else:
             self.store.end_run(parent, FINISHED)
         return 1 if failed else 0
 
-    def _name_winner(self, frame: pd.DataFrame) -> None:
-        """The fastest, and those that are not slower beyond the noise, by an interval paired over the prompts."""
-        best = frame.loc[frame["speedup"].idxmax()]
+    def _verdicts(self) -> list[findings.Verdict]:
+        """Of the arms that were decoded, by the measure that the sweep ranks by."""
+        arms: dict[str, dict[int, list[evaluation.Pair]]] = {}
+        for name, record in self.records.items():
+            if record.status == FINISHED:
+                trial = self.trials[name]
+                arms.setdefault(trial.arm, {})[trial.run.seed] = record.pairs()
+        base = self.plan.base
+        found = findings.verdicts(arms, self.search.rank_by, self.plan.baseline, base.eval.bootstrap, base.seed)
+        by_arm = {one.arm: one for one in found}
+        for name, record in self.records.items():
+            if record.status == FINISHED and (one := by_arm.get(self.trials[name].arm)):
+                ends = {"difference": one.difference, "difference_low": one.difference_low}
+                self.store.log_metrics(record.run_id, ends | {"difference_high": one.difference_high})
+        return found
+
+    def _tell(self, one: findings.Verdict) -> None:
+        change = f"{one.difference:+.2f} [{one.difference_low:+.2f}, {one.difference_high:+.2f}]"
+        beside = "the baseline" if one.verdict == "baseline" else f"{one.verdict}, {change} against the baseline"
+        measure = self.search.rank_by.replace("_", " ")
+        self.say(f"{one.arm}: {measure} {one.value:.2f} [{one.low:.2f}, {one.high:.2f}], {beside}")
+
+    def _log_best(self, frame: pd.DataFrame) -> None:
+        measured = frame[frame[self.search.rank_by].notna()]
+        if measured.empty:
+            return
+        best = measured.loc[measured[self.search.rank_by].idxmax()]
         numbers = ("acceptance_length", "speedup", cluster.SCORE)
         metrics = {f"best.{number}": float(best[number]) for number in numbers if pd.notna(best[number])}
         self.store.log_metrics(self.plan.mlflow_run_id, metrics)
-        self.say(
-            f"fastest: {best['trial']}, {best['speedup']:.2f} times the target's own speed, "
-            f"{best['acceptance_length']:.2f} tokens per round: {best['checkpoint']}"
-        )
-        winner = self.evaluations.get(best["trial"])
-        for name, other in self.evaluations.items():
-            if winner is not None and other is not winner:
-                settings = self.plan.base.eval.bootstrap, self.plan.base.seed
-                _, low, high = evaluation.compare(winner, other, "speedup", *settings)
-                if low <= 0 <= high:
-                    self.say(f"no difference beyond the noise: {name} (speedup {low:+.2f} to {high:+.2f})")
+        self.say(f"best by {self.search.rank_by.replace('_', ' ')}: {best['trial']}, {best['checkpoint']}")
 
     def _row(self, name: str) -> dict[str, Any]:
-        run, state = self.runs[name], self.states[name]
-        flat = run.flat()
-        row = {key.rpartition(".")[2]: flat[key] for key in self.plan.vary}
-        row |= {"trial": name, "block_size": run.draft.block_size, "gamma": run.gamma}
-        if found := self._results(name):
-            row |= {key: value for key, value in found["metrics"].items() if key in (*report.COLUMNS, "divergences")}
-            row["checkpoint"] = str(self._trial(name) / "draft")
+        trial, record = self.trials[name], self.records[name]
+        row = trial.values | {"trial": name, "arm": trial.arm, "seed": trial.run.seed}
+        row |= {"block_size": trial.run.draft.block_size, "gamma": trial.run.gamma}
+        if found := record.results():
+            kept = (*report.COLUMNS, *evaluation.MEASURES, "divergences")
+            row |= {key: value for key, value in found["metrics"].items() if key in kept}
+        if record.status in ENDED:
+            row["checkpoint"] = str(record.draft)
         for key in ("train_seconds", "supervised_tokens", "heldout_acceptance_length", "status", "reason"):
-            row[key] = state.get(key)
-        return row | {"mlflow_run_id": state.get("run_id")}
+            row[key] = record.state.get(key)
+        return row | {"mlflow_run_id": record.state.get("run_id")}
 
     def _close(self, status: str, reason: str) -> None:
         """End every MLflow run of this sweep that is still running."""
-        for name, state in self.states.items():
-            if state.get("status") in (RUNNING, TRAINED):
-                self.store.end_run(state["run_id"], status, reason)
-                if state["status"] == RUNNING:
-                    self._write_state(name, status=status, reason=reason)
+        for record in self.records.values():
+            if record.status in (RUNNING, TRAINED):
+                self.store.end_run(record.run_id, status, reason)
+                if record.status == RUNNING:
+                    record.change(status=status, reason=reason)
         self.store.end_run(self.plan.mlflow_run_id, status, reason)
 
-    # Records on disk
 
-    def _trial(self, name: str) -> Path:
-        return self.folder / "trials" / name
-
-    def _status(self, name: str) -> str | None:
-        return self.states[name].get("status")
-
-    def _run_id(self, name: str) -> str:
-        return self.states[name]["run_id"]
-
-    def _read_state(self, name: str) -> dict[str, Any]:
-        path = self._trial(name) / "trial.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-    def _write_state(self, name: str, **changes: Any) -> None:
-        self.states[name] |= changes
-        self._trial(name).mkdir(parents=True, exist_ok=True)
-        _write(self._trial(name) / "trial.json", json.dumps(self.states[name], indent=1))
-
-    def _reports(self, name: str) -> list[dict[str, float]]:
-        """What a trial reported, in order; of a step that was done again, the last."""
-        path = self._trial(name) / "reports.jsonl"
-        if not path.exists():
-            return []
-        by_step: dict[int, dict[str, float]] = {}
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # the driver was killed while it wrote
-                reported = json.loads(line)
-                by_step[reported["step"]] = reported
-        return [by_step[step] for step in sorted(by_step)]
-
-    def _results(self, name: str) -> dict[str, Any] | None:
-        if self._status(name) != FINISHED:
-            return None
-        return json.loads((self._trial(name) / "evaluation" / "results.json").read_text(encoding="utf-8"))[name]
+def _trials(base: Run, vary: Mapping[str, Sequence[Any]]) -> dict[str, Trial]:
+    """The trials, and what can be refused of them before any work."""
+    if base.search.rank_by not in evaluation.MEASURES:
+        known = ", ".join(evaluation.MEASURES)
+        raise UserError(f"search.rank_by: expected one of {known}; got {base.search.rank_by!r}")
+    trials = search.trials(base, vary)
+    if base.cluster.address == "local":
+        cluster.share_here(base, len(trials))
+    return trials
 
 
-def _store(base: Run, uri: str | None, say: Callable[..., None]) -> Store:
+def _store(base: Run, uri: str | None, say: Say) -> Store:
     say("opening the tracking store", doing="opening the tracking store")
     store = Store(base.tracking if uri is None else base.tracking.model_copy(update={"uri": uri}), OUTPUTS)
     if ended := store.reconcile():
@@ -398,7 +438,7 @@ def _anchor(run: Run) -> Run:
         ("target.model", run.target.model, ("smollm2", "tiny")),
         ("corpus.source", run.corpus.source, ("packaged", "self")),
     ):
-        if value not in names and (path := Path(value).expanduser()).exists():
+        if value not in names and (path := expand(value)).exists():
             changes[key] = str(path.resolve())
     return run.replace(changes)
 
@@ -407,53 +447,8 @@ def _fingerprints(prepared: train.Prepared) -> dict[str, Any]:
     return {"target": prepared.target["fingerprint"], "corpus": prepared.corpus["fingerprint"]}
 
 
-def _load_plan(folder: Path) -> Plan:
-    path = folder / "sweep.yaml"
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return Plan(**{**data, "base": Run.model_validate(data["base"])})
-    except OSError as error:
-        raise UserError(f"--resume {folder}: no sweep there (sweep.yaml: {error.strerror})") from error
-    except (yaml.YAMLError, TypeError, KeyError, ValueError) as error:
-        raise UserError(f"--resume {folder}: sweep.yaml is damaged ({' '.join(str(error).split())})") from error
-
-
 def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {folder}: cannot be made ({error.strerror})") from error
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the sweep's folder; a lock that the system drops with the process, however that ends."""
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"{folder}: another process is working on this sweep") from error
-        yield
-
-
-@contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
-    """SIGINT and SIGTERM raise KeyboardInterrupt, once; then nothing disturbs the putting away."""
-
-    def stop(_number: int, _frame: Any) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    path.with_suffix(".new").write_text(text, encoding="utf-8")
-    os.replace(path.with_suffix(".new"), path)

@@ -314,8 +314,21 @@ class Store:
         """Keep rows as a CSV, which the UI shows as a table; a later table of that path replaces it."""
         self._client.log_text(run_id, pd.DataFrame(rows).to_csv(index=False), path)
 
-    def end_run(self, run_id: str, status: Literal["FINISHED", "FAILED", "KILLED"], reason: str | None = None) -> None:
-        """End a run as what it was; the reason is kept in the tag draftlab.reason."""
+    def end_run(
+        self,
+        run_id: str,
+        status: Literal["FINISHED", "FAILED", "KILLED"],
+        reason: str | None = None,
+        outcome: str | None = None,
+    ) -> None:
+        """End a run as what it was.
+
+        Args:
+            status: as MLflow knows it.
+            reason: kept in the tag draftlab.reason.
+            outcome: kept in the tag draftlab.status, where it says more than the status.
+        """
+        self._client.set_tag(run_id, "draftlab.status", outcome or status)
         if reason:
             self._client.set_tag(run_id, "draftlab.reason", _cut(reason, TAG_LIMIT))
         self._client.set_terminated(run_id, status)

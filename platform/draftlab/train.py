@@ -102,6 +102,12 @@ def prepare(runs: dict[str, Run], say: Callable[..., None]) -> Prepared:
     if any(run.draft.init == "target_layers" for run in runs.values()):
         check_layers(target)
     corpus = load_corpus(first.corpus, target, first.seed, say)
+    for name, run in runs.items():
+        if (run.train.conversations or 0) > len(corpus.train):
+            raise UserError(
+                f"trial {name}: train.conversations: expected at most the {len(corpus.train)} to train on, "
+                f"got {run.train.conversations}"
+            )
     for purpose, rows in (("train on", corpus.train), ("hold out", corpus.heldout)):
         if not any(corpus.rows[i].supervised[1:].any() for i in rows):
             raise UserError(f"corpus {corpus.source}: no row to {purpose} has a supervised token after its first")
@@ -144,8 +150,12 @@ def frequent_tokens(corpus: Corpus, count: int, vocab_size: int) -> tuple[int, .
     return tuple(np.argsort(-counts, kind="stable")[:count].tolist())
 
 
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """Learning rate of a step (0-based): linear warm-up, then the schedule's shape."""
+def learning_rate(step: float, config: TrainConfig) -> float:
+    """Learning rate of a step: linear warm-up, then the schedule's shape.
+
+    Args:
+        step: 0-based; a fraction of one where time counts instead of steps.
+    """
     warmup = round(config.warmup * config.steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
@@ -156,6 +166,13 @@ def learning_rate(step: int, config: TrainConfig) -> float:
         falling = max(round(config.decay * config.steps), 1)
         return config.lr * min(1.0, (config.steps - step) / falling)
     return config.lr
+
+
+def training_rows(rows: Sequence[int], count: int | None) -> tuple[int, ...]:
+    """`count` of the rows at random, the same for every run, more always holding fewer; None is all."""
+    if count is None:
+        return tuple(rows)
+    return tuple(rows[i] for i in sorted(np.random.default_rng(0).permutation(len(rows))[:count]))
 
 
 def rows_of_step(step: int, batch_size: int, train_rows: Sequence[int], seed: int) -> list[tuple[int, int]]:
@@ -246,6 +263,8 @@ class _Loop:
         initialise(self.draft, target, run.draft.init, run.seed, sample)
         if run.draft.vocab is not None:
             self.draft.set_vocabulary(torch.tensor(prepared.vocabulary[: run.draft.vocab]))
+        if run.draft.conditioning == "none":
+            self.draft.disconnect()
         self.ends: Ends = target.ends
         self.draft.to(self.device)
         self.head = self.draft.head(self.ends.head)
@@ -255,6 +274,7 @@ class _Loop:
             self.draft.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay,
             fused=True,
         )
+        self.rows = training_rows(prepared.train_rows, config.conversations)
         self.step, self.seconds, self.supervised_tokens, self.empty_steps = 0, 0.0, 0, 0
 
     def _open(self, target: Target, spec: DraftSpec) -> Features:
@@ -271,18 +291,24 @@ class _Loop:
             self._restore(resume)
         config = self.run.train
         said = time.monotonic()
-        while self.step < config.steps:
+        while self._progress() < 1:
             began = time.monotonic()
             numbers = self._train_step()
-            self.seconds += time.monotonic() - began
-            numbers["train_seconds"] = self.seconds
+            (seconds,) = self._sum([time.monotonic() - began])
+            self.seconds += seconds / self.world_size  # the same on all ranks, which must end together
             self.step += 1
-            if self.step % config.eval_every == 0 or self.step == config.steps:
+            numbers |= {"train_seconds": self.seconds, "progress": self._progress()}
+            if self.step % config.eval_every == 0 or self._progress() == 1:
                 self.report(Report(self.step, numbers | self._evaluate(), self._save()))
                 said = time.monotonic()
             elif self._agree(time.monotonic() - said > REPORT_SECONDS):
                 self.report(Report(self.step, numbers, None))
                 said = time.monotonic()
+
+    def _progress(self) -> float:
+        """How much of the training is done, 0 to 1."""
+        config = self.run.train
+        return min(1.0, self.seconds / config.seconds if config.seconds else self.step / config.steps)
 
     def _agree(self, mine: bool) -> bool:
         """Rank 0's decision, on all ranks: every rank reports the same number of times."""
@@ -297,13 +323,15 @@ class _Loop:
 
     def _micro_batches(self) -> Iterator[Blocks]:
         config = self.run.train
-        pairs = rows_of_step(self.step, config.batch_size, self.prepared.train_rows, self.run.seed)
+        pairs = rows_of_step(self.step, config.batch_size, self.rows, self.run.seed)
         size = config.batch_size // (self.world_size * config.accumulation)
         mine = pairs[self.rank * size * config.accumulation :][: size * config.accumulation]
         for start in range(0, len(mine), size):
             part = mine[start : start + size]
             batch = self.data.batch([row for _, row in part]).to(self.device)
             candidates = blocks.anchor_candidates(batch.supervised, batch.lengths)
+            if config.anchor_choice == "blocks":
+                candidates = blocks.block_starts(candidates, self.draft.spec.block_size)
             seeds = [(self.run.seed, epoch, row) for epoch, row in part]
             anchors, valid = blocks.sample_anchors(candidates, config.anchors, seeds)
             spec, gammas = self.draft.spec, [self.run.gamma_at(epoch) for epoch, _ in part]
@@ -321,7 +349,7 @@ class _Loop:
         weight = float(sum(self._denominator(part) for part in parts))
         slots = sum(int((part.weights > 0).sum()) for part in parts)
         weight, slots, touched, available = self._sum([weight, slots, touched, available])
-        lr = learning_rate(self.step, config)
+        lr = learning_rate(self._progress() * config.steps if config.seconds else self.step, config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad(set_to_none=True)

@@ -76,6 +76,18 @@ def test_a_sequence_of_one_token_has_no_anchor():
     assert not blocks.anchor_candidates(torch.ones(1, 1, dtype=torch.bool), torch.tensor([1])).any()
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("block_size", [2, 5])
+def test_a_fixed_cut_starts_a_block_at_every_bth_position_from_the_first_candidate(seed, block_size):
+    _, supervised, lengths = corpus(seed)
+    candidates = blocks.anchor_candidates(supervised, lengths)
+    found = blocks.block_starts(candidates, block_size)
+    for row, starts in zip(candidates.tolist(), found.tolist()):
+        where = [a for a, is_one in enumerate(row) if is_one]
+        expected = [a for a in where if (a - where[0]) % block_size == 0]
+        assert [a for a, is_one in enumerate(starts) if is_one] == expected
+
+
 @pytest.mark.parametrize("count", [1, 3, 50])
 def test_sampled_anchors_are_sorted_distinct_candidates(count):
     _, supervised, lengths = corpus(1)

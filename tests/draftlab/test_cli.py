@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import signal
 import time
 
 import pytest
@@ -117,3 +118,34 @@ def test_a_full_disk_is_one_line_and_exit_code_2(capsys):
         cli.main(body)
     assert caught.value.code == 2
     assert capsys.readouterr().err == "error: /cache/layer_001.bin: No space left on device\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_script_that_is_told_to_stop_puts_away_once_and_exits_with_130(number):
+    seen = []
+
+    def body(argv):
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+        except KeyboardInterrupt:
+            os.kill(os.getpid(), number)  # impatience changes nothing
+            time.sleep(0.1)
+            seen.append("put away")
+            raise
+
+    before = signal.getsignal(number)
+    assert exit_code(body) == 130 and seen == ["put away"]
+    assert signal.getsignal(number) == before
+
+
+def test_a_signal_that_was_ignored_stays_ignored_as_nohup_wants_it():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert exit_code(lambda argv: os.kill(os.getpid(), signal.SIGHUP)) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_values_by_comma_are_numbers_where_they_can_be():
+    assert cli.several("4, 8,inf,0.5,uniform") == [4, 8, float("inf"), 0.5, "uniform"]

@@ -8,8 +8,11 @@ import psutil
 import pytest
 import ray
 
+from ray.tune.search import Searcher
+
 from draftlab import cluster, config, train
-from draftlab.cluster import Node
+from draftlab.cluster import METRIC, SCORE, TIME, Node
+from draftlab.config import SearchConfig
 from draftlab.errors import UserError
 
 
@@ -39,8 +42,8 @@ class Log:
     def restarted(self, name, reason):
         self.restarts[name] = reason
 
-    def ended(self, name, failure):
-        self.ends[name] = failure
+    def ended(self, name, failure, stopped):
+        self.ends[name] = failure or stopped
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +174,52 @@ def test_session_folders_of_killed_drivers_are_removed_and_those_in_use_kept(tmp
         with cluster._session() as second:
             assert first.is_dir() and second.is_dir() and first != second
     assert not list(tmp_path.iterdir())
+
+
+POINTS = {f"{a}{b}": (a, b) for a in range(3) for b in range(4)}
+
+
+def searched(count, history=None, begun=(), score=lambda a, b: -abs(a - 2) - abs(b - 1)):
+    """The names that Optuna suggests one after another, each told its score."""
+    searcher = cluster._Optuna(POINTS, history or {}, begun, seed=0)
+    names = []
+    for i in range(count):
+        suggested = searcher.suggest(f"t{i}")
+        if suggested == Searcher.FINISHED:
+            break
+        names.append(suggested["trial"])
+        searcher.on_trial_complete(f"t{i}", {METRIC: score(*POINTS[names[-1]])})
+    return names
+
+
+def test_optuna_tries_no_point_twice_and_ends_when_all_are_tried():
+    names = searched(50)
+    assert sorted(names) == sorted(POINTS)
+
+
+def test_optuna_goes_on_from_what_an_interrupted_search_knew():
+    history = {"00": [{SCORE: 1.0}, {SCORE: 1.5}], "21": [{}], "12": []}
+    names = searched(5, history, begun=["03", "22"])
+    assert names[:2] == ["03", "22"] and not set(names) & set(history)
+
+
+def test_asha_compares_trials_at_equal_shares_of_their_training_and_remembers_those_that_ended():
+    class Trial:
+        def __init__(self, name):
+            self.trial_id = name
+
+    def told(asha, name, progress, score):
+        trial = Trial(name)
+        asha.on_trial_add(None, trial)
+        return asha.on_trial_result(None, trial, {TIME: progress, METRIC: score})
+
+    search = SearchConfig(scheduler="asha", grace=0.25, reduction=2)
+    fresh = cluster._asha(search, {})
+    assert told(fresh, "a", 0.25, 2.0) == "CONTINUE"
+    assert told(fresh, "b", 0.2, 1.0) == "CONTINUE"  # too early to say
+    assert told(fresh, "c", 0.3, 1.0) == "STOP" and told(fresh, "d", 0.3, 2.5) == "CONTINUE"
+    past = {"a": [{"progress": 0.1, "loss": 3.0}, {"progress": 0.25, SCORE: 2.0}, {"progress": 1.0, SCORE: 3.0}]}
+    assert told(cluster._asha(search, past), "b", 0.25, 1.0) == "STOP"
+    assert told(cluster._asha(search, past), "b", 0.25, 2.1) == "CONTINUE"
+    last = cluster._asha(search, past)
+    assert told(last, "b", 1.0, 3.5) == "CONTINUE"

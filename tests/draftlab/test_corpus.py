@@ -13,6 +13,7 @@ from draftlab import corpus
 from draftlab.config import CorpusConfig, TargetConfig
 from draftlab.corpus import encode, generate, load_corpus, write_corpus, write_file
 from draftlab.errors import UserError
+from draftlab.prompts import read_prompts
 from draftlab.target import load_target
 from experiments import build_corpus
 

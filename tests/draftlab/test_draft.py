@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply
 
 from draftlab import blocks, config
 from draftlab.config import DraftConfig
-from draftlab.draft import Draft, adapt, rotary, rotate, uniform_layer_ids
+from draftlab.draft import Draft, adapt, choose_layer_ids, rotary, rotate, uniform_layer_ids
 from draftlab.errors import UserError
 
 WIDTH, TAPS, VOCABULARY = 24, (0, 2), 50
@@ -130,6 +130,18 @@ def test_as_many_layers_as_a_target_has_to_spread_over_and_no_more(depth):
     assert len(adapt(target, most, 0).target_layer_ids) == depth - 3
     with pytest.raises(UserError, match=f"a target of {depth} layers has {depth - 3} to spread over"):
         adapt(target, DraftConfig(num_hidden_layers=1, num_target_layers=depth - 2), 0)
+
+
+def test_controls_are_as_many_layers_from_one_end_the_middle_or_anywhere():
+    assert choose_layer_ids("uniform", 5, 36) == (1, 9, 17, 25, 33)
+    assert choose_layer_ids("early", 3, 30) == (0, 1, 2)
+    assert choose_layer_ids("middle", 3, 30) == (13, 14, 15)
+    assert choose_layer_ids("late", 3, 30) == (26, 27, 28)  # the last, 29, can't be tapped
+    draws = [choose_layer_ids(choice, 5, 30) for choice in ("random", "random0", "random1")]
+    assert draws[0] == draws[1] != draws[2]
+    assert all(len(set(ids)) == 5 and list(ids) == sorted(ids) and ids[-1] < 29 for ids in draws)
+    with pytest.raises(UserError, match="at most 29 of the target's layers, got 40"):
+        choose_layer_ids("late", 40, 30)
 
 
 def test_a_llama_like_target_is_adapted():

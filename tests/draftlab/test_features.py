@@ -60,6 +60,7 @@ class Said(list):
 
 CONFIG = FeaturesConfig(batch_tokens=128)
 CORPUS = random_corpus()
+TOKENS = sum(len(row.ids) for row in CORPUS.rows)
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +176,7 @@ def test_a_draft_can_learn_from_a_batch(tiny, finished, kind):
 
 def test_the_estimate_is_the_size_on_disk(tiny, finished):
     size = sum(len(data) for data in columns(finished).values())
-    assert features.estimate_bytes(CORPUS, LAYERS, tiny.hidden_size, last_hidden=True) == size
+    assert features.estimate_bytes(TOKENS, LAYERS, tiny.hidden_size, last_hidden=True) == size
 
 
 def test_chunks_keep_to_the_tokens_of_a_batch_and_take_a_longer_row_alone(tiny, tmp_path):
@@ -356,7 +357,7 @@ def test_an_unreadable_description_is_written_again(store, target, text):
 
 
 def test_too_little_disk_is_refused_before_any_work(target, tmp_path, monkeypatch):
-    needed = features.estimate_bytes(CORPUS, (1,), target.hidden_size)
+    needed = features.estimate_bytes(TOKENS, (1,), target.hidden_size)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
     with pytest.raises(UserError, match="free"):

@@ -65,7 +65,7 @@ def test_a_failed_trial_has_empty_cells_its_status_and_its_reason(tmp_path):
 
 
 def test_other_columns_follow_the_known_ones(tmp_path):
-    frame = report.write_sweep([row(4, 2.0, 1.1, lr=1e-3)], {}, {}, tmp_path, varied="train.lr")
+    frame = report.write_sweep([row(4, 2.0, 1.1, lr=1e-3)], {}, {}, tmp_path, varied=["lr"])
     assert list(frame)[-1] == "lr"
 
 
@@ -115,10 +115,32 @@ def test_survival_starts_at_the_first_drafted_token_and_keeps_gaps():
 
 
 def test_training_curves_show_what_was_measured_in_the_order_of_steps():
-    curve = [{"step": 20, "loss": 2.0}, {"step": 10, "loss": 3.0, "heldout_acceptance_length": 1.5}]
-    loss, heldout = lines_of(report._training_figure({"a": curve, "failed": []}, report._colors(["a", "failed"])))
+    curve = [{"step": 20, "loss": 2.0}, {"step": 10, "loss": 3.0, "train_seconds": 7.5,
+             "supervised_tokens": 4000, "heldout_acceptance_length": 1.5}]  # fmt: skip
+    figure = report._training_figure({"a": curve, "failed": []}, report._colors(["a", "failed"]))
+    loss, heldout, by_time, by_tokens = lines_of(figure)
     assert loss == {"a": [[10, 20], [3.0, 2.0]]}
     assert heldout == {"a": [[10], [1.5]]}
+    assert by_time == {"a": [[7.5], [1.5]]} and by_tokens == {"a": [[4000], [1.5]]}
+
+
+def test_the_front_holds_what_no_other_draft_beats_in_both_time_and_acceptance():
+    times = {4: 10.0, 8: 12.0, 16: 11.0}
+    rows = [one | {"draft_ms": times[one["block_size"]]} for one in ROWS[:3]] + [FAILED]
+    frame = report._frame(rows)  # 16 is faster and better than 8
+    axis = report._latency_figure(frame, report._colors(list(frame["trial"]))).axes[0]
+    assert axis.lines[0].get_xydata().tolist() == [[10.0, 1.9], [11.0, 2.5]]
+    assert len(axis.lines) == 1 + 3
+
+
+def test_the_heat_map_has_a_cell_for_every_pair_and_means_over_the_rest():
+    rows = [row(size, size / 4, 1.0, seed=seed) | {"gamma": gamma, "acceptance_length": size + seed}
+            for size in (4, 8) for gamma in (1.0, math.inf) for seed in (0, 1)]  # fmt: skip
+    rows[-1] |= {"acceptance_length": None}
+    axis = report._heat_map(report._frame(rows), "block_size", "gamma").axes[0]
+    assert [text.get_text() for text in axis.get_xticklabels()] == ["4", "8"]
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["1", "inf"]
+    assert axis.images[0].get_array().tolist() == [[4.5, 8.5], [4.5, 8.0]]
 
 
 def test_a_trial_has_one_colour_in_every_figure():

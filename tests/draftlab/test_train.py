@@ -784,3 +784,46 @@ def test_a_damaged_checkpoint_is_not_resumed_from(base, prepared, tmp_path):
         os.truncate(broken / name, (broken / name).stat().st_size // 2)
         with pytest.raises(UserError, match=name.partition("/")[2] or name):
             trained(RUN, prepared, tmp_path / "work", resume=broken)
+
+
+# ---- ablations and budgets
+
+
+def test_a_draft_without_conditioning_never_hears_of_the_target(prepared, target, tmp_path):
+    done = trained(RUN.replace({"draft.conditioning": "none"}), prepared, tmp_path)
+    draft, _ = checkpoint.load(done.checkpoints[6] / "draft")
+    assert not draft.fc.weight.any() and done.curve()[-1] < done.curve()[0]
+    anchors, embeds = torch.tensor([[5]]), target.ends.embedding(torch.tensor([[[3, 0, 0, 0]]]))
+    width = len(draft.spec.target_layer_ids) * draft.spec.target_hidden_size
+    one, other = (draft(torch.randn(1, 8, width), embeds, anchors) for _ in range(2))
+    torch.testing.assert_close(one, other)
+
+
+def test_a_smaller_training_set_is_part_of_a_larger_one(prepared, tmp_path):
+    small, large = (train.training_rows(prepared.train_rows, count) for count in (3, 7))
+    assert len(small) == 3 and set(small) < set(large) < set(prepared.train_rows)
+    assert train.training_rows(prepared.train_rows, None) == prepared.train_rows
+    done = trained(RUN.replace({"train.conversations": 1}), prepared, tmp_path)
+    assert done.curve("supervised_tokens")[-1] > 0 and done.curve() != trained(RUN, prepared, tmp_path).curve()
+
+
+def test_more_conversations_than_there_are_is_refused_with_the_trial_named():
+    with pytest.raises(UserError, match="trial b: train.conversations: expected at most the 35 .* got 999"):
+        train.prepare({"a": RUN, "b": RUN.replace({"train.conversations": 999})}, quiet)
+
+
+def test_fixed_blocks_are_other_anchors(base, prepared, tmp_path):
+    fixed = trained(RUN.replace({"train.anchor_choice": "blocks"}), prepared, tmp_path)
+    assert fixed.curve() != base.curve()
+
+
+def test_a_budget_of_time_ends_the_training_whatever_the_steps_and_the_rate_follows_it(prepared, tmp_path):
+    run = RUN.replace({"train.seconds": 0.5, "train.steps": 1000, "train.warmup": 0.0, "train.eval_every": 1000})
+    done = trained(run, prepared, tmp_path)
+    seconds, progress, rates = (done.curve(key) for key in ("train_seconds", "progress", "lr"))
+    assert seconds[-1] >= 0.5 > seconds[-2]
+    assert progress == pytest.approx([min(1, now / 0.5) for now in seconds]) and progress[-1] == 1
+    assert rates == pytest.approx(
+        [train.learning_rate(before * 1000, run.train) for before in (0, *progress[:-1])]
+    )
+    assert list(done.checkpoints) == [done.steps[-1]]

@@ -1,0 +1,189 @@
+"""The trials of a sweep: all combinations of the varied values or some of them, made comparable, and what they cost.
+
+A key that is varied is dotted; or it is any word, and each of its values a mapping of dotted keys that change together.
+Trials that differ in nothing but their seed are of one arm.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from draftlab import features
+from draftlab.config import Run, word
+from draftlab.draft import Draft, adapt
+from draftlab.errors import UserError
+
+Vary = Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training run of a sweep."""
+
+    name: str
+    """Unique in the sweep and fit for a folder."""
+    arm: str
+    """The name without the seed."""
+    point: tuple[int, ...]
+    """The place of each varied value among its key's."""
+    values: dict[str, Any]
+    """The last part of each varied key -> its value, as a table shows it."""
+    run: Run
+
+
+def trials(base: Run, vary: Vary) -> dict[str, Trial]:
+    """The trials by name: those to be run, or for Optuna those among which it chooses.
+
+    Args:
+        base: what all of them share; its `search` says which and what is equal.
+        vary: key -> its values.
+
+    Raises:
+        UserError: naming the trial that has an unknown key, a wrong value or stands there twice; settings of the
+            search that contradict each other.
+    """
+    search = base.search
+    points = list(itertools.product(*(range(len(values)) for values in vary.values())))
+    _check(base, len(points))
+    if search.method == "random":
+        drawn = np.random.default_rng(base.seed).permutation(len(points))[: search.samples]
+        points = [points[i] for i in drawn]
+    seeds = search.seeds or [base.seed]
+    found: dict[str, Trial] = {}
+    for point, seed in itertools.product(points, seeds):
+        changes, parts, values = {"seed": seed}, [], {}
+        for (key, several), place in zip(vary.items(), point, strict=True):
+            value, column = several[place], key.rpartition(".")[2]
+            together = isinstance(value, dict)
+            changes |= value if together else {key: value}
+            values[column] = value if isinstance(value, int | float | str) else word(value)
+            if len(several) > 1:
+                parts.append(word(value) if together else f"{column}_{word(value)}")
+        arm = re.sub(r"[^\w-]", "_", "-".join(parts)) or "draft"
+        name = arm if len(seeds) == 1 else f"{arm}-seed_{seed}"
+        if name in found:
+            raise UserError(f"trial {name} would be tried twice")
+        try:
+            found[name] = Trial(name, arm, point, values, base.replace(changes))
+        except UserError as error:
+            raise UserError(f"trial {name}: {error}") from error
+    return _equal_tokens(found) if search.budget == "tokens" else found
+
+
+def _check(base: Run, combinations: int) -> None:
+    search = base.search
+    if search.method == "grid" and search.samples is not None:
+        raise UserError("search.samples: a grid has all combinations; expected search.method=random or optuna with it")
+    if search.method != "grid" and not 1 <= (search.samples or 0) <= combinations:
+        raise UserError(
+            f"search.method={search.method}: expected search.samples of 1 to {combinations}, the number of "
+            f"combinations, got {search.samples}"
+        )
+    if search.method == "optuna" and len(search.seeds or ()) > 1:
+        raise UserError("search.seeds: optuna searches with one seed; compare what it finds in a grid with several")
+    if (search.budget == "time") != (base.train.seconds is not None):
+        raise UserError(
+            f"search.budget=time and train.seconds go together, got {search.budget} and {base.train.seconds}"
+        )
+
+
+def _equal_tokens(trials: dict[str, Trial]) -> dict[str, Trial]:
+    """The trials with as many anchors as bring each the supervised tokens of that with the largest blocks."""
+    most = max(trial.run.draft.block_size for trial in trials.values())
+    equal = {}
+    for name, trial in trials.items():
+        anchors = round(trial.run.train.anchors * (most - 1) / (trial.run.draft.block_size - 1))
+        equal[name] = replace(trial, run=trial.run.replace({"train.anchors": anchors}))
+    return equal
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a trial is expected to take, within a factor of two or so."""
+
+    seconds: float
+    """Training, on the cores of its workers."""
+    memory: float
+    """Bytes of one worker."""
+    disk: float
+    """Bytes of its checkpoints, in its folder and in MLflow."""
+
+
+WORKER_BYTES = 0.5e9
+"""Python, torch and Ray."""
+
+START_SECONDS = 12.0
+"""Until a trial's workers train."""
+
+EFFICIENCY = 0.75
+"""Share of a step that is matrix products at full speed (experiments/LOG.md)."""
+
+
+def cost(run: Run, target_config: Any, flops: float) -> Cost:
+    """What a trial takes.
+
+    Args:
+        target_config: the target's configuration of transformers.
+        flops: of one worker, per second, as `matrix_speed` measures them.
+    """
+    spec, config = adapt(target_config, run.draft, mask_token_id=0), run.train
+    with torch.device("meta"):
+        draft = Draft(spec)
+        target = AutoModelForCausalLM.from_config(target_config)
+    weights = sum(parameter.numel() for parameter in draft.parameters())
+    blocks = config.batch_size * config.anchors / config.workers
+    slots, context = blocks * spec.block_size, config.batch_size * run.corpus.max_length / config.workers
+    width = spec.num_attention_heads * spec.head_dim
+    products = (
+        weights * slots
+        + draft.fc.weight.numel() * context
+        + (spec.draft_vocab_size or spec.vocab_size) * spec.hidden_size * blocks * (spec.block_size - 1)
+        + 2 * slots * run.corpus.max_length * width * spec.num_hidden_layers
+    )
+    activations = (
+        10 * spec.hidden_size + 4 * spec.intermediate_size + spec.num_attention_heads * run.corpus.max_length
+    ) * spec.num_hidden_layers * slots / config.accumulation  # fmt: skip
+    target_bytes = sum(p.numel() for p in target.parameters()) * (2 if run.target.dtype == "bfloat16" else 4)
+    return Cost(
+        seconds=START_SECONDS + (config.seconds or config.steps * 6 * products / flops / EFFICIENCY),
+        memory=WORKER_BYTES + target_bytes + 16 * weights + 4 * activations,
+        # The best and the last with their optimizer state; the best draft again here and in MLflow.
+        disk=(2 * 12 + 2 * 4) * weights,
+    )
+
+
+def matrix_speed(run: Run, device: torch.device, threads: int) -> float:
+    """Floating-point operations per second of a large matrix product, measured now."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x = torch.randn(1024, 1024, device=device, dtype=getattr(torch, run.train.dtype))
+        times = []
+        for _ in range(8):
+            began = time.perf_counter()
+            (x @ x).sum().item()
+            times.append(time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(before)
+    return 2 * 1024**3 / sorted(times)[len(times) // 2]
+
+
+def feature_bytes(trials: Mapping[str, Trial], target_config: Any, conversations: int) -> int:
+    """Disk space of the stored features that all trials share, at most."""
+    run = next(iter(trials.values())).run
+    if run.features.mode == "online":
+        return 0
+    layers = set(run.features.layers or ())
+    for trial in trials.values():
+        layers.update(adapt(target_config, trial.run.draft, mask_token_id=0).target_layer_ids)
+    tokens = conversations * run.corpus.max_length
+    return features.estimate_bytes(tokens, sorted(layers), target_config.hidden_size, run.features.last_hidden)

@@ -1,0 +1,123 @@
+"""Which trials a sweep has, what is equal for them, and what they cost."""
+
+import math
+
+import pytest
+import torch
+
+from draftlab import search, train
+from draftlab.draft import Draft, adapt
+from draftlab.errors import UserError
+from draftlab.target import load_target, load_target_config
+
+GRID = {"draft.block_size": [2, 8], "train.lr": [1e-3, 0.5]}
+
+
+def test_a_grid_is_all_combinations_with_names_fit_for_folders(tiny_run):
+    trials = search.trials(tiny_run, GRID)
+    assert list(trials) == [
+        "block_size_2-lr_0_001", "block_size_2-lr_0_5", "block_size_8-lr_0_001", "block_size_8-lr_0_5",
+    ]  # fmt: skip
+    last = trials["block_size_8-lr_0_5"]
+    assert (last.run.draft.block_size, last.run.train.lr) == (8, 0.5)
+    assert (last.point, last.values) == ((1, 1), {"block_size": 8, "lr": 0.5})
+    assert list(search.trials(tiny_run, {"draft.block_size": [8], "train.lr": [1e-3, 0.5]})) == ["lr_0_001", "lr_0_5"]
+
+
+def test_a_sweep_over_nothing_is_one_trial(tiny_run):
+    (trial,) = search.trials(tiny_run, {}).values()
+    assert (trial.name, trial.run) == ("draft", tiny_run)
+
+
+def test_settings_that_change_together_are_one_value(tiny_run):
+    layers = [{"draft.layer_choice": "late", "draft.num_target_layers": 2}, {"draft.target_layer_ids": [0, 2]}]
+    trials = search.trials(tiny_run, {"layers": layers})
+    assert {name: trial.values for name, trial in trials.items()} == {
+        "late_2": {"layers": "late_2"}, "0_2": {"layers": "0_2"},
+    }  # fmt: skip
+    assert trials["late_2"].run.draft.num_target_layers == 2 and trials["0_2"].run.draft.target_layer_ids == [0, 2]
+
+
+def test_several_seeds_are_several_trials_of_an_arm(tiny_run):
+    trials = search.trials(tiny_run.replace({"search.seeds": [3, 5]}), {"draft.block_size": [2, 8]})
+    assert list(trials) == ["block_size_2-seed_3", "block_size_2-seed_5", "block_size_8-seed_3", "block_size_8-seed_5"]
+    assert [trial.run.seed for trial in trials.values()] == [3, 5, 3, 5]
+    assert {trial.arm for trial in trials.values()} == {"block_size_2", "block_size_8"}
+
+
+def test_random_draws_some_of_the_grid_and_the_same_again(tiny_run):
+    some = tiny_run.replace({"search.method": "random", "search.samples": 3})
+    drawn = search.trials(some, GRID)
+    assert len(drawn) == 3 and set(drawn) < set(search.trials(tiny_run, GRID))
+    assert list(search.trials(some, GRID)) == list(drawn)
+    draws = {tuple(search.trials(some.replace({"seed": seed}), GRID)) for seed in range(8)}
+    assert len(draws) > 1
+
+
+def test_equal_tokens_are_brought_about_by_the_anchors(tiny_run):
+    run = tiny_run.replace({"search.budget": "tokens", "train.anchors": 8})
+    trials = search.trials(run, {"draft.block_size": [4, 8, 16]})
+    anchors = {trial.run.draft.block_size: trial.run.train.anchors for trial in trials.values()}
+    assert anchors == {4: 40, 8: 17, 16: 8}
+    assert all(count * (size - 1) == pytest.approx(120, rel=0.01) for size, count in anchors.items())
+
+
+@pytest.mark.parametrize(
+    "changes, vary, complaint",
+    [
+        ({}, {"draft.blocksize": [2]}, "trial blocksize_2|trial draft: override 'draft.blocksize': unknown key"),
+        ({}, {"train.batch_size": [4, 5], "train.workers": [2]}, "trial batch_size_5: .* multiple"),
+        ({}, {"draft.block_size": [2, 2]}, "trial block_size_2 would be tried twice"),
+        ({"search.samples": 2}, GRID, "a grid has all combinations"),
+        ({"search.method": "random"}, GRID, "expected search.samples of 1 to 4.* got None"),
+        ({"search.method": "optuna", "search.samples": 5}, GRID, "expected search.samples of 1 to 4"),
+        ({"search.method": "optuna", "search.samples": 2, "search.seeds": [0, 1]}, GRID, "one seed"),
+        ({"search.budget": "time"}, GRID, "search.budget=time and train.seconds go together"),
+        ({"train.seconds": 3.0}, GRID, "search.budget=time and train.seconds go together"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tiny_run, changes, vary, complaint):
+    with pytest.raises(UserError, match=complaint):
+        search.trials(tiny_run.replace(changes), vary)
+
+
+def test_a_value_that_one_trial_alone_cannot_have_is_refused_with_the_trial_named(tiny_run):
+    trials = search.trials(tiny_run, {"draft.num_target_layers": [1, 40]})
+    runs = {name: trial.run for name, trial in trials.items()}
+    with pytest.raises(UserError, match="trial num_target_layers_40: draft.num_target_layers: expected at most 3"):
+        train.prepare(runs, lambda *_, **__: None)
+
+
+def test_the_cost_grows_with_what_is_trained(tiny_run):
+    shape = load_target_config(tiny_run.target)
+    base = search.cost(tiny_run, shape, 1e9)
+    steps = search.cost(tiny_run.replace({"train.steps": tiny_run.train.steps * 10}), shape, 1e9)
+    assert (steps.seconds - search.START_SECONDS) == pytest.approx(10 * (base.seconds - search.START_SECONDS))
+    assert (steps.memory, steps.disk) == (base.memory, base.disk)
+    deeper = search.cost(tiny_run.replace({"draft.num_hidden_layers": 3}), shape, 1e9)
+    assert deeper.seconds > base.seconds and deeper.memory > base.memory and deeper.disk > base.disk
+    timed = search.cost(tiny_run.replace({"train.seconds": 90.0}), shape, 1e9)
+    assert timed.seconds == 90 + search.START_SECONDS
+
+
+def test_the_cost_of_disk_covers_the_checkpoints_weights(tiny_run):
+    target = load_target(tiny_run.target)
+    draft = Draft(adapt(target.config, tiny_run.draft, target.mask_token_id))
+    weights = sum(parameter.numel() for parameter in draft.parameters())
+    assert search.cost(tiny_run, target.config, 1e9).disk == 32 * weights
+
+
+def test_features_are_counted_once_for_all_trials(tiny_run):
+    shape = load_target_config(tiny_run.target)
+    trials = search.trials(tiny_run, {"draft.target_layer_ids": [[0], [0, 2]]})
+    size = search.feature_bytes(trials, shape, conversations=10)
+    assert size == 10 * tiny_run.corpus.max_length * (2 * 2 * shape.hidden_size + 5)
+    online = search.trials(tiny_run.replace({"features.mode": "online"}), {})
+    assert search.feature_bytes(online, shape, 10) == 0
+
+
+def test_the_speed_of_a_machine_is_measured_and_its_threads_are_left_alone(tiny_run):
+    before = torch.get_num_threads()
+    speed = search.matrix_speed(tiny_run, torch.device("cpu"), 1)
+    assert math.isfinite(speed) and speed > 1e8
+    assert torch.get_num_threads() == before
