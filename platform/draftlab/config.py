@@ -354,6 +354,8 @@ class Run(Section):
             )
         if self.draft.markov_head and self.loss.positions == "dpace":
             raise ValueError(f"loss.positions=dpace: has no draft.markov_head, got {self.draft.markov_head}")
+        if self.draft.conditioning == "none" and self.draft.variant in ("dflare", "gated"):
+            raise ValueError(f"draft.conditioning=none: draft.variant={self.draft.variant} has no projection to zero")
         if self.loss.gate_entropy and self.draft.variant != "gated":
             raise ValueError(f"loss.gate_entropy: needs draft.variant=gated, got draft.variant={self.draft.variant}")
         return self

@@ -199,6 +199,7 @@ CONTRADICTIONS = {
     ("loss.confidence=1", "features.last_hidden=true"): ("draft.confidence", "loss.confidence"),
     ("loss.confidence=1", "draft.confidence=true", "draft.variant=dspark"): ("loss.confidence", "features.last_hidden"),
     ("loss.positions=dpace", "draft.markov_head=rnn", "draft.variant=dspark"): ("loss.positions", "draft.markov_head"),
+    ("draft.conditioning=none", "draft.variant=gated"): ("draft.conditioning", "draft.variant"),
     ("loss.gamma=5", "loss.gamma_cap=4"): ("loss.gamma", "loss.gamma_cap"),
 }
 
