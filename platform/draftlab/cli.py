@@ -146,6 +146,14 @@ class Sweep:
             return sweep.dry_run(question, base, say) if args.dry_run else sweep.start(question, base, args.out, say)
 
 
+def integers(text: str) -> list[int]:
+    """Whole numbers by comma, e.g. `4,8,16`."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected whole numbers like 4,8,16, got {text!r}") from None
+
+
 def several(text: str) -> list[Any]:
     """Numbers and words by comma, e.g. `4,8,inf` or `uniform,early`."""
     return [_value(part.strip()) for part in text.split(",")]
