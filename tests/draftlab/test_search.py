@@ -84,7 +84,7 @@ def test_what_makes_no_sense_is_refused(tiny_run, changes, vary, complaint):
 def test_a_value_that_one_trial_alone_cannot_have_is_refused_with_the_trial_named(tiny_run):
     trials = search.trials(tiny_run, {"draft.num_target_layers": [1, 40]})
     runs = {name: trial.run for name, trial in trials.items()}
-    with pytest.raises(UserError, match="trial num_target_layers_40: draft.num_target_layers: expected at most 3"):
+    with pytest.raises(UserError, match="trial num_target_layers_40: draft.num_target_layers: a target of 4"):
         train.prepare(runs, lambda *_, **__: None)
 
 
