@@ -5,7 +5,6 @@ A reference is a folder, an MLflow run id or models:/ URI, or the hub id of a pu
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from draftlab import config as configs
 from draftlab.config import Run
 from draftlab.draft import Draft, DraftSpec
 from draftlab.errors import UserError, first_line
-from draftlab.target import Target, load_target, load_target_config
+from draftlab.target import Target, expand, load_target, load_target_config
 
 if TYPE_CHECKING:
     from draftlab.tracking import Store
@@ -42,7 +41,7 @@ def find_checkpoint(ref: str, store: Store, into: Path) -> Path:
     Raises:
         UserError: there is no such thing.
     """
-    folder: Path | None = Path(os.path.expanduser(ref))
+    folder: Path | None = expand(ref)
     if not folder.is_dir():
         folder = store.resolve_checkpoint(ref, into)
     if folder is None:
@@ -137,7 +136,7 @@ def load_field(
     Raises:
         UserError: see load_draft and load_target; a draft for another target.
     """
-    folders = [Path(os.path.expanduser(ref)) for ref in refs]
+    folders = [expand(ref) for ref in refs]
     short = [(folder.parent if folder.name == "draft" else folder).name if folder.is_dir() else ref
              for folder, ref in zip(folders, refs)]  # fmt: skip
     names = short if len(set(short)) == len(set(refs)) else refs

@@ -9,5 +9,6 @@ class UserError(ValueError):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text; its kind where it has none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of an error's text; the next one too where that only announces it; its kind where there is none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])

