@@ -275,5 +275,5 @@ def test_paths_are_kept_absolute(tiny_run, tmp_path, monkeypatch):
     run = sweep._anchor(tiny_run.replace({"corpus.source": "corpus.jsonl"}))
     assert run.corpus.source == str(tmp_path / "corpus.jsonl")
     assert run.target.model == "tiny"  # a name, whatever lies here
-    nobodys = tiny_run.replace({"corpus.source": "~nouser/corpus.jsonl"})
-    assert sweep._anchor(nobodys) == nobodys
+    with pytest.raises(UserError, match="path ~nouser/corpus.jsonl: expected a known user's home"):
+        sweep._anchor(tiny_run.replace({"corpus.source": "~nouser/corpus.jsonl"}))
