@@ -45,6 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         field = drafts.load_field(args.ckpt, args.config, args.overrides, store, Path(fetched), say)
         run, target = field.run, field.target
         prompts = load_prompts(args.prompts, run, target, say)
+        (draft,) = field.drafts.values()
+        longest = max(args.contexts) + max(args.block_sizes) + surface.ROUNDS
+        if longest > (room := min(target.max_positions, draft.spec.max_position_embeddings)):
+            most = room - longest + max(args.contexts)
+            raise UserError(f"--contexts: expected at most {most}, for the models' positions; got {max(args.contexts)}")
+        if draft.spec.label_layout != "same":
+            raise UserError(f"speed surface: expected a draft of layout same, got {draft.spec.label_layout}")
         batches = sorted({*args.batches, run.eval.batch_size})
         hashes = ", ".join(field.hashes.values())
         params = run.flat() | {"ckpt": args.ckpt[0], "checkpoint": hashes, "prompts": args.prompts}
@@ -52,10 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = evaluation.evaluate(
                 target, field.drafts, prompts, run.eval, say, run.seed, field.hashes, sorted(args.block_sizes)
             )
+            report.write_evaluation(found, out)
             measured = [result.metrics | result.provenance for result in found.values()]
             largest = list(found.values())[-1]
             texts = [pair.case.ids + pair.target.tokens for pair in largest.traces]
-            (draft,) = field.drafts.values()
+            if not texts:
+                raise UserError(f"no prompt was decoded; {out / 'results.json'} gives the reasons")
             times = surface.measure(target, draft, texts, args.block_sizes, batches, args.contexts, say)
             survivals = {"all": largest.survival} | evaluation.survival_by_domain(largest)
             rows = [
@@ -66,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             ]
             ours = [row for row in rows if row["domain"] == "all" and row["batch_size"] == run.eval.batch_size]
             compared = surface.against_measurement(ours, measured)
-            report.write_evaluation(found, out)
             report.write_surface(rows, compared, out)
             store.log_evaluations(run_id, found, args.prompts, field.folders, out)
         say(f"speed by block size\n{report.surface_table(surface.best_by_group(rows), compared)}")

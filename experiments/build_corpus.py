@@ -21,7 +21,10 @@ from draftlab import cli, config
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.run_parser(__doc__)
-    parser.add_argument("--prompts", default="self", help="`self`, a .jsonl file, a set, or a dataset id")
+    parser.add_argument(
+        "--prompts", default="self",
+        help="`self`, a .jsonl file, a set, or a dataset id; at most corpus.write_conversations of it are answered",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, help="the corpus: a new .jsonl or .jsonl.gz file")
     args = parser.parse_args(argv)
     run = config.load(args.config, args.overrides)

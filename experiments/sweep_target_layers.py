@@ -11,11 +11,11 @@ Source: arXiv:2602.06036, table 7: five uniform layers against three; which laye
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from typing import Any
 
 from draftlab import cli
-from draftlab.errors import UserError
 
 LAYERS = "uniform 1; uniform 3; uniform 5; early 5; middle 5; late 5; random 5"
 
@@ -36,7 +36,7 @@ def choices(text: str) -> list[dict[str, Any]]:
         elif len(words) == 2 and words[1].isdigit():
             found.append({"draft.layer_choice": words[0], "draft.num_target_layers": int(words[1])})
         else:
-            raise UserError(f"--layers: expected `uniform 5` or layers like `1,8,14`, got {part.strip()!r}")
+            raise argparse.ArgumentTypeError(f"expected `uniform 5` or layers like `1,8,14`, got {part.strip()!r}")
     return found
 
 

@@ -137,7 +137,11 @@ class Sweep:
                 raise UserError(f"override {override!r}: {option} is what sets that here; expected it alone")
         vary = {key: given.get(option, values) for option, (key, values) in self.factors.items()}
         with Progress("loading torch, Ray and MLflow") as say:
-            base = config.load(args.config or config.DEFAULT_CONFIG, [*settings, *overrides], self.defaults)
+            defaults = dict(self.defaults)
+            if given.get("--search") == "grid":  # all combinations, not the script's own number of samples
+                own = defaults.get("search", {})
+                defaults["search"] = {key: value for key, value in own.items() if key != "samples"}
+            base = config.load(args.config or config.DEFAULT_CONFIG, [*settings, *overrides], defaults)
             values = "; ".join(f"{key} {', '.join(map(config.word, several))}" for key, several in vary.items())
             say(f"{self.experiment} for {base.target.model}: {values or f'draft.block_size {base.draft.block_size}'}")
             from draftlab import sweep

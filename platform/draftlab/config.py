@@ -303,7 +303,7 @@ class SearchConfig(Section):
     """Seconds for the training of all trials, from the start or the resume; those that run then are stopped."""
     budget: Literal["steps", "tokens", "time"] = "steps"
     """What is equal for all trials: their steps; those and (by their anchors) their supervised tokens, anchors x
-    (B-1); or the training time, train.seconds."""
+    drafted tokens of a block; or the training time, train.seconds."""
     rank_by: str = "speedup"
     """The metric by which trials are ranked and compared."""
 

@@ -9,6 +9,6 @@ class UserError(ValueError):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text; the next one too where that only announces it; its kind where there is none."""
+    """The first line of an error's text, and the next one where that only announces it; its kind if there is none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])

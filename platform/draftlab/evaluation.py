@@ -21,7 +21,7 @@ from draftlab import checkpoint, metrics, offline
 from draftlab.config import EvalConfig, digest
 from draftlab.decode import Round, Sampling, Trace, check_prompt, decode_speculative, decode_target, divergence
 from draftlab.draft import Draft
-from draftlab.errors import UserError
+from draftlab.errors import UserError, first_line
 from draftlab.prompts import Prompt
 from draftlab.target import Target
 
@@ -87,7 +87,10 @@ class Evaluation:
 
 MEASURES: dict[str, tuple[Callable[[Sequence[Pair]], np.ndarray], Callable[[np.ndarray], np.ndarray | float]]] = {
     "acceptance_length": (lambda pairs: metrics.acceptance_items([p.draft for p in pairs]), metrics.ratio),
-    "acceptance_length_macro": (lambda pairs: metrics.macro_items([p.draft for p in pairs]), metrics.ratio),
+    "acceptance_length_macro": (
+        lambda pairs: metrics.acceptance_items([p.draft for p in pairs]),
+        metrics.macro_statistic,
+    ),
     "speedup": (
         lambda pairs: metrics.speedup_items([p.target for p in pairs], [p.draft for p in pairs]),
         metrics.speedup_statistic,
@@ -146,7 +149,10 @@ def evaluate(
         values = _metrics(pairs, rows, size, config.bootstrap, seed)
         if not sampling.temperature:
             texts = [(pair.case.ids, pair.target.tokens, pair.draft) for pair in pairs]
-            values |= offline.agreement(target, entrant.draft, texts, entrant.block_size)
+            try:
+                values |= offline.agreement(target, entrant.draft, texts, entrant.block_size)
+            except Exception as error:  # what was decoded stands without it
+                say(f"{name}: no offline acceptance ({type(error).__name__}: {first_line(error)})")
         result[name] = Evaluation(
             metrics=values,
             survival=metrics.survival(own, size).tolist(),

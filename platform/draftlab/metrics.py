@@ -26,7 +26,7 @@ def acceptance_length(traces: Sequence[Trace]) -> float:
 
 def acceptance_length_macro(traces: Sequence[Trace]) -> float:
     """Mean over prompts of each prompt's own committed tokens per round (the figure most papers print)."""
-    return ratio(macro_items(traces))
+    return macro_statistic(acceptance_items(traces))
 
 
 def acceptance_items(traces: Sequence[Trace]) -> np.ndarray:
@@ -34,11 +34,14 @@ def acceptance_items(traces: Sequence[Trace]) -> np.ndarray:
     return np.array([(sum(r.committed for r in t.rounds), len(t.rounds)) for t in traces], float).reshape(-1, 2)
 
 
-def macro_items(traces: Sequence[Trace]) -> np.ndarray:
-    """(P, 2): each prompt's own acceptance length and 1; prompts without a round are (0, 0)."""
-    items = acceptance_items(traces)
-    return np.stack([np.divide(items[:, 0], items[:, 1], out=np.zeros(len(items)), where=items[:, 1] > 0),
-                     np.minimum(items[:, 1], 1)], axis=1)
+def macro_statistic(items: np.ndarray) -> np.ndarray | float:
+    """`acceptance_length_macro` of (..., P, 2) `acceptance_items`: the mean of the prompts' own ratios.
+
+    Prompts without a round count for nothing.
+    """
+    tokens, rounds = items[..., 0], items[..., 1]
+    own = np.divide(tokens, rounds, out=np.zeros(np.shape(rounds)), where=rounds > 0)
+    return ratio(np.stack([own, np.minimum(rounds, 1)], axis=-1))
 
 
 def conditional_acceptance(traces: Sequence[Trace], block_size: int) -> np.ndarray:

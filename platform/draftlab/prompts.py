@@ -46,14 +46,16 @@ class HubSet(NamedTuple):
     turns: Callable[[dict], list[str]]
 
 
+def _instruction(row: dict) -> str:
+    return f"{row['instruction']}\n\nInput:\n{row['input']}" if row.get("input") else row["instruction"]
+
+
 SETS = {
     "gsm8k": HubSet("openai/gsm8k", "main", "test", lambda row: [REASON.format(row["question"])]),
     "math500": HubSet("HuggingFaceH4/MATH-500", None, "test", lambda row: [REASON.format(row["problem"])]),
     "mbpp": HubSet("google-research-datasets/mbpp", "sanitized", "test", lambda row: [row["prompt"]]),
     "mt-bench": HubSet("HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: row["prompt"]),
-    "alpaca": HubSet("tatsu-lab/alpaca", None, "train", lambda row: [
-        f"{row['instruction']}\n\nInput:\n{row['input']}" if row["input"] else row["instruction"]
-    ]),
+    "alpaca": HubSet("tatsu-lab/alpaca", None, "train", lambda row: [_instruction(row)]),
 }  # fmt: skip
 NAMES = ("heldout", "humaneval", *SETS)
 
@@ -150,8 +152,10 @@ def from_row(row: dict, domain: str, where: str) -> Prompt:
             said = [_message(one, where) for one in said]
         case {"turns": [*turns]}:
             said = [{"role": "user", "content": turn} for turn in turns]
-        case {"prompt": text} | {"question": text} | {"instruction": text}:
+        case {"prompt": text} | {"question": text}:
             said = [{"role": "user", "content": text}]
+        case {"instruction": _}:
+            said = [{"role": "user", "content": _instruction(row)}]
         case _:
             known = '"turns", "prompt", "messages" or "conversations"'
             raise UserError(f"{where}: expected {known}, got {', '.join(map(repr, row)) or 'no key'}")

@@ -110,6 +110,6 @@ def _without_residual(reject: Callable) -> Callable:
 
 def _same(say: Say, what: str, p_values: Iterable[float]) -> bool:
     p_values = list(p_values)
-    same = min(p_values) >= LOWEST
+    same = not any(p < LOWEST for p in p_values)  # NaN: both sides always wrote the same
     say(f"{what}: {'no difference' if same else 'they differ'}, p {', '.join(f'{p:.2g}' for p in p_values)}")
     return same

@@ -98,10 +98,11 @@ def _check(base: Run, combinations: int) -> None:
 
 def _equal_tokens(trials: dict[str, Trial]) -> dict[str, Trial]:
     """The trials with as many anchors as bring each the supervised tokens of that with the largest blocks."""
-    most = max(trial.run.draft.block_size for trial in trials.values())
+    shapes = {name: trial.run.draft for name, trial in trials.items()}
+    drafted = {name: draft.block_size - (draft.variant != "dspark") for name, draft in shapes.items()}
     equal = {}
     for name, trial in trials.items():
-        anchors = round(trial.run.train.anchors * (most - 1) / (trial.run.draft.block_size - 1))
+        anchors = round(trial.run.train.anchors * max(drafted.values()) / drafted[name])
         equal[name] = replace(trial, run=trial.run.replace({"train.anchors": anchors}))
     return equal
 
@@ -139,14 +140,16 @@ def cost(run: Run, target_config: Any, flops: float) -> Cost:
     with torch.device("meta"):
         draft = Draft(spec)
         target = AutoModelForCausalLM.from_config(target_config)
-    weights = sum(parameter.numel() for parameter in draft.parameters())
+    sizes = {name: parameter.numel() for name, parameter in draft.named_parameters()}
+    weights = sum(sizes.values())
+    read = sum(size for name, size in sizes.items() if name == "fc.weight" or "_proj_target" in name)  # by the context
     blocks = config.batch_size * config.anchors / config.workers
     slots, context = blocks * spec.block_size, config.batch_size * run.corpus.max_length / config.workers
     width = spec.num_attention_heads * spec.head_dim
     products = (
-        weights * slots
-        + draft.fc.weight.numel() * context
-        + (spec.draft_vocab_size or spec.vocab_size) * spec.hidden_size * blocks * (spec.block_size - 1)
+        (weights - read) * slots
+        + read * context
+        + (spec.draft_vocab_size or spec.vocab_size) * spec.hidden_size * blocks * spec.drafted_tokens
         + 2 * slots * run.corpus.max_length * width * spec.num_hidden_layers
     )
     activations = (

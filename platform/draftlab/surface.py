@@ -6,6 +6,7 @@ this predicts the speed at every b without decoding at any.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,8 @@ def measure(
         texts: token ids, repeated or cut to the context's length.
         contexts: lengths at which the target alone is timed; rounds are timed at the middle one.
     """
+    target = copy.copy(target)
+    target.eos_token_ids = frozenset()  # calls are timed; the texts don't matter and should not end
     middle = sorted(contexts)[len(contexts) // 2]
     rounds: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
     alone: dict[tuple[int, int], list[float]] = {}
@@ -101,7 +104,7 @@ def _whole_rounds(traces: Sequence[Trace], block_size: int, batch: int) -> list[
 def predict(
     surface: Surface, survival: Sequence[float], batch: int, context: int | None = None
 ) -> list[dict[str, Any]]:
-    """The speed at every block size up to the survival curve's.
+    """The speed at every block size from the smallest measured to the survival curve's; for drafts of layout `same`.
 
     Args:
         survival: S(k), k = 1.., as `metrics.survival`; what was never reached counts as 0.
@@ -113,8 +116,9 @@ def predict(
         last slot adds to the speedup: it pays where that is above 0).
     """
     alone = surface.target_seconds(batch, context)
-    rows, before = [], 1.0  # one token a call: the target alone
-    for size in range(2, len(survival) + 2):
+    smallest = min(size for size, of in surface.rounds if of == batch)
+    rows, before = [], 1.0 if smallest == 2 else np.nan  # one token a call: the target alone
+    for size in range(smallest, len(survival) + 2):
         length = 1 + float(np.nansum(survival[: size - 1]))
         seconds = surface.round_seconds(size, batch)
         speedup = length * alone / seconds

@@ -349,13 +349,16 @@ class _Sweep:
             self._tell(one)
         self.say(sentence)
         self._log_best(frame)
+        lost = sum(found["metrics"]["failed"] for name in known if (found := self.records[name].results()))
+        if lost:
+            self.say(f"{lost:.0f} answers failed and are in no number (prompts.csv of each trial)")
         self.say(f"results: {self.folder / 'report.md'}")
         self.say(f"compare: {self.store.ui_command}")
         if failed:
             self.store.end_run(parent, FAILED, f"{len(failed)} of {len(known)} trials failed: {', '.join(failed)}")
         else:
             self.store.end_run(parent, FINISHED)
-        return 1 if failed else 0
+        return 1 if failed or lost else 0
 
     def _verdicts(self) -> list[findings.Verdict]:
         """Of the arms that were decoded, by the measure that the sweep ranks by."""
@@ -380,9 +383,9 @@ class _Sweep:
         self.say(f"{one.arm}: {measure} {one.value:.2f} [{one.low:.2f}, {one.high:.2f}], {beside}")
 
     def _log_best(self, frame: pd.DataFrame) -> None:
-        measured = frame[frame[self.search.rank_by].notna()]
-        if measured.empty:
+        if self.search.rank_by not in frame or frame[self.search.rank_by].isna().all():
             return
+        measured = frame[frame[self.search.rank_by].notna()]
         best = measured.loc[measured[self.search.rank_by].idxmax()]
         numbers = ("acceptance_length", "speedup", cluster.SCORE)
         metrics = {f"best.{number}": float(best[number]) for number in numbers if pd.notna(best[number])}

@@ -247,7 +247,8 @@ class Target:
                 list(messages), tokenize=tokenize, return_dict=False, **template_kwargs
             )
         except Exception as error:  # a template is a program: it raises what it likes
-            raise UserError(f"target {self.name}: its chat template refused a conversation ({first_line(error)})") from error
+            reason = first_line(error)
+            raise UserError(f"target {self.name}: its chat template refused a conversation ({reason})") from error
 
     def _ragged(self, cache: KVCache, count: int) -> dict:
         """Positions, and attention masks (N, 1, count, keys), of the next tokens of rows of unlike length."""

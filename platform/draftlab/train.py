@@ -128,7 +128,8 @@ def prepare(runs: dict[str, Run], say: Callable[..., None]) -> Prepared:
             "supervised_tokens": int(sum(corpus.rows[i].supervised.sum() for i in corpus.train)),
         },
         train_rows=tuple(corpus.train),
-        heldout_rows=tuple(corpus.heldout),
+        # Prompts are decoded from the lowest hashes on (Corpus.prompts); the best checkpoint is chosen by the others.
+        heldout_rows=tuple(sorted(corpus.heldout, key=lambda i: corpus.rows[i].key, reverse=True)),
         store=store,
         vocabulary=frequent_tokens(corpus, max(run.draft.vocab or 0 for run in runs.values()), target.vocab_size),
         provenance=checkpoint.provenance(),
@@ -202,6 +203,8 @@ class Blocks:
     labels: Tensor
     previous: Tensor
     """(N, A, B) int64: the token before each label."""
+    supervised: Tensor
+    """(N, A, B) bool: the label is a supervised token inside the sequence, of a valid anchor."""
     weights: Tensor
     """(N, A, B) float32: the slot's position weight where it counts, else 0."""
 
@@ -219,6 +222,7 @@ def make_blocks(batch: Batch, anchors: Tensor, valid: Tensor, spec: DraftSpec, p
         tokens=blocks.block_tokens(batch.ids, anchors, size, spec.mask_token_id),
         labels=labels,
         previous=batch.ids.gather(1, before.flatten(1)).view_as(labels),
+        supervised=mask,
         weights=mask * position_weights.to(mask.device),
     )
 
@@ -391,7 +395,7 @@ class _Loop:
     def _denominator(self, part: Blocks) -> Tensor:
         """What the loss is divided by: the slots' weights; with D-PACE the anchors, whatever their slots weigh."""
         if self.run.loss.positions == "dpace":
-            return (part.weights > 0).any(-1).sum()
+            return part.supervised.any(-1).sum()
         return part.weights.sum(dtype=torch.float64)
 
     def _numerator(self, part: Blocks) -> tuple[Tensor, Tensor]:
@@ -402,9 +406,9 @@ class _Loop:
         head, config, batch, dtype = self.head, self.run.loss, part.batch, self.head.weight.dtype
 
         def dynamic(cross_entropy: Tensor) -> Tensor:
-            probabilities = torch.zeros_like(part.weights)
+            probabilities = torch.zeros_like(part.weights)  # so it stays for a token that the draft can't guess
             probabilities[counts] = (-cross_entropy).exp()
-            return blocks.dynamic_weights(probabilities, counts)[counts]
+            return blocks.dynamic_weights(probabilities, part.supervised)[counts]
 
         options = {"softcap": head.softcap, "reweigh": dynamic if config.positions == "dpace" else None}
         if config.distilled:

@@ -305,3 +305,8 @@ def test_rare_cells_count_as_one_and_the_impossible_is_caught():
     assert metrics.chi_square(np.array([50, 49, 1]), np.array([50.0, 50.0, 0.0])) == 0.0
     assert math.isnan(metrics.chi_square(np.array([7]), np.array([7.0])))
     assert math.isnan(metrics.two_samples(np.array([7, 0]), np.array([9, 0])))
+
+
+def test_the_macro_figure_is_a_mean_over_prompts_however_many_turns_they_have():
+    items = np.array([[8.0, 2.0], [1.0, 1.0], [0.0, 0.0]])  # tau 4 over two turns, tau 1, and no round at all
+    assert metrics.macro_statistic(items) == 2.5

@@ -177,3 +177,8 @@ def test_as_many_rows_are_read_as_are_asked_for(tmp_path):
     assert [prompt.turns for prompt in read_prompts(path, 2)] == [("a",), ("b",)]
     with pytest.raises(UserError, match="line 5: expected"):
         read_prompts(path, 3)
+
+
+def test_an_instruction_keeps_its_input():
+    assert prompts.from_row({"instruction": "Shorten:", "input": "a b"}, "d", "w").turns == ("Shorten:\n\nInput:\na b",)
+    assert prompts.from_row({"instruction": "Sing.", "input": ""}, "d", "w").turns == ("Sing.",)

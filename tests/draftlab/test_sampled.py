@@ -46,3 +46,8 @@ def test_a_rule_that_keeps_every_guess_does_not_pass(monkeypatch):
     reject = decode.reject
     monkeypatch.setattr(decode, "reject", lambda g, p, q, s, keep, r: reject(g, p, q, s, torch.zeros_like(keep), r))
     assert not sampled.check_exactly(3000, quiet)
+
+
+def test_a_target_that_is_sure_of_its_first_token_is_no_difference():
+    assert sampled._same(print, "one outcome on both sides", [float("nan"), 0.5, 0.3])
+    assert not sampled._same(print, "another at one place", [float("nan"), 0.5, 1e-12])

@@ -121,3 +121,9 @@ def test_the_speed_of_a_machine_is_measured_and_its_threads_are_left_alone(tiny_
     speed = search.matrix_speed(tiny_run, torch.device("cpu"), 1)
     assert math.isfinite(speed) and speed > 1e8
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("variant", ["dflash", "dflare", "gated", "dspark"])
+def test_every_variant_has_a_cost(tiny_run, variant):
+    run = tiny_run.replace({"draft.variant": variant})
+    assert search.cost(run, load_target_config(run.target), 1e9).seconds > search.START_SECONDS

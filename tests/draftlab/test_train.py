@@ -139,7 +139,9 @@ def test_what_is_prepared_names_the_target_the_split_and_the_store(prepared, tar
         "name": "tiny", "revision": target.revision, "fingerprint": target.fingerprint,
         "mask_token_id": target.mask_token_id,
     }
-    assert (prepared.train_rows, prepared.heldout_rows) == (tuple(corpus.train), tuple(corpus.heldout))
+    assert prepared.train_rows == tuple(corpus.train) and sorted(prepared.heldout_rows) == corpus.heldout
+    asked = [corpus.prompts(1)[0][0]["content"]]  # the prompts that are decoded come last where checkpoints are chosen
+    assert [corpus.rows[i].messages[0]["content"] for i in prepared.heldout_rows[-1:]] == asked
     assert not set(prepared.train_rows) & set(prepared.heldout_rows)
     assert prepared.corpus["fingerprint"] == corpus.fingerprint
     assert prepared.corpus["supervised_tokens"] == sum(corpus.rows[i].supervised.sum() for i in corpus.train)
