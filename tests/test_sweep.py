@@ -199,10 +199,16 @@ def test_a_dry_run_shows_the_trials_and_their_cost_and_does_nothing(script, tmp_
     assert not (tmp_path / "out").exists() and client.get_experiment_by_name("draftlab") is None
 
 
+def test_a_joint_grid_has_all_combinations_whatever_the_script_samples_else(capsys):
+    few = ["--block-sizes", "4,8", "--gammas", "4,7", "--layers", "1", "--depths", "1"]
+    assert sweep_joint.main([*TINY, "--search", "grid", *few, "--dry-run"]) == 0
+    assert "4 trials, 1 at once" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("text", ["uniform", "5 uniform", "uniform x", ""])
 def test_layers_that_are_neither_a_choice_nor_a_list_are_refused(text):
     with pytest.raises(UserError, match="--layers: expected `uniform 5` or layers like"):
-        sweep_target_layers.choices(text)
+        sweep_target_layers.main(["--layers", text])
 
 
 def until_step(step, command):

@@ -418,8 +418,12 @@ def test_cross_entropy_alone_is_told_once(base):
     assert not any(key.startswith("loss_") for key in base.metrics[-1])
 
 
-def test_dpace_weighs_by_the_drafts_own_chances_and_divides_by_the_anchors(prepared, corpus, target, tmp_path):
-    run = RUN.replace({"draft.init": "random", "train.steps": 1, "loss.positions": "dpace"})
+@pytest.mark.parametrize("vocab", [None, 6])
+def test_dpace_weighs_by_the_drafts_own_chances_and_divides_by_the_anchors(prepared, corpus, target, tmp_path, vocab):
+    """A token outside the draft's vocabulary has no chance: what stands behind it is reached by the floor alone."""
+    run = RUN.replace({"draft.init": "random", "train.steps": 1, "loss.positions": "dpace", "draft.vocab": vocab})
+    known = list(range(target.vocab_size)) if vocab is None else sorted(train.frequent_tokens(corpus, vocab, 300))
+    prepared = dataclasses.replace(prepared, vocabulary=() if vocab is None else tuple(known))
     (metrics,) = trained(run, prepared, tmp_path).metrics
     draft = Draft(adapt(target.config, run.draft, target.mask_token_id))
     draft.reset(run.seed)
@@ -430,10 +434,11 @@ def test_dpace_weighs_by_the_drafts_own_chances_and_divides_by_the_anchors(prepa
         tapped, _ = target.tapped(ids[None], torch.tensor([len(ids)]), draft.spec.target_layer_ids)
         tokens = torch.tensor([int(ids[a])] + [draft.spec.mask_token_id] * (size - 1))
         hidden = draft(tapped.bfloat16().float(), target.ends.embedding(tokens)[None, None], torch.tensor([[a]]))[0, 0]
-        log_p = (hidden.double() @ target.ends.head.weight.double().T).log_softmax(-1)
+        log_p = (hidden.double() @ target.ends.head.weight[known].double().T).log_softmax(-1)
         there = [k for k in range(1, size) if (row, a, k) in slots]
-        found = {k: log_p[k, ids[a + k]].item() for k in there}
-        for k in there:
+        guessable = [k for k in there if int(ids[a + k]) in known]
+        found = {k: log_p[k, known.index(int(ids[a + k]))].item() if k in guessable else -math.inf for k in there}
+        for k in guessable:
             reached = [math.prod((1 + math.exp(found[i])) / 2 for i in there if i <= m) for m in there if m >= k]
             total -= sum(reached) * found[k]
     assert metrics["loss"] == pytest.approx(total / len(anchors), rel=1e-5)
