@@ -54,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         drafts.check_target(draft, info, target)
         draft, limit = draft.to(target.device, target.dtype), run.eval.max_new_tokens
         prompts = load_prompts(args.prompts, run, target, say)
-        named = [(prompt.where, target.chat(prompt.messages())) for prompt in prompts]
+        template = {} if run.eval.thinking is None else {"enable_thinking": run.eval.thinking}
+        named = [
+            (prompt.where, target.chat(prompt.messages(system=run.eval.system), **template)) for prompt in prompts
+        ]
         for _, prompt in named:
             decode.check_prompt(target, prompt, limit, draft)
         say(f"{len(named)} prompts, at most {limit} new tokens each", doing="decoding")
