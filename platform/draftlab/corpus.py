@@ -32,7 +32,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from draftlab.cache import KVCache
+from draftlab.cache import KVCache, packed
 from draftlab.config import CorpusConfig, digest
 from draftlab.errors import UserError
 from draftlab.target import Target, cache_root, expand, made_once
@@ -718,11 +718,8 @@ def _continue(
             rate(tokens=0, steps=limit - 1 - step)
             break
         ids, positions = tokens[:, None], positions[:, -1:] + 1
-        # Finished rows leave an eighth of the batch at a time; rows from the end fill the holes.
-        if ended.sum() >= max(1, len(ended) // 8):
-            going = (~ended).nonzero()[:, 0]
-            index = torch.arange(len(going))
-            index[ended[: len(going)]] = going[going >= len(going)]
+        if ended.sum() >= max(1, len(ended) // 8):  # finished rows leave an eighth of the batch at a time
+            index = torch.tensor(packed((~ended).tolist()))
             cache.keep_rows(index)
             owner, ended = owner[index], ended[index]
             index = index.to(device)
