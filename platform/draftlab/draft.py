@@ -1,4 +1,4 @@
-"""The draft model, whole: its shape, its layers, its training and its cached forward, its first weights.
+"""The draft model, whole: its shape, its layers, its variants and heads, its training and its cached forward.
 
 Shapes: N sequences, S context tokens, A anchors per sequence, B block size, T tapped target layers, D width.
 """
