@@ -1,5 +1,6 @@
 """The target: its layers against transformers' own tuple, its ends against its own logits, on several architectures."""
 
+import contextlib
 import json
 import os
 import resource
@@ -478,20 +479,25 @@ def test_a_cache_that_can_not_be_written_is_one_clear_line(monkeypatch, tmp_path
         load_target_config(TargetConfig(model="tiny"))
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def short_files():
-    """No file of this process may grow beyond 10,000 bytes: a disk that is full."""
+    """No file of this process may grow beyond 10,000 bytes (a disk that is full): pytest's own output neither,
+    so the limit ends before the test does.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_weights_that_find_no_room_in_the_cache_are_one_clear_line(short_files, tmp_path):
+def test_weights_that_find_no_room_in_the_cache_are_one_clear_line(tmp_path):
     def make(folder):
         save_file({"weight": torch.zeros(10_000)}, folder / "model.safetensors")
 
-    with pytest.raises(UserError, match=f"cache {tmp_path}: can't be written .*File too large.*set DRAFTLAB_CACHE"):
+    message = f"cache {tmp_path}: can't be written .*File too large.*set DRAFTLAB_CACHE"
+    with short_files(), pytest.raises(UserError, match=message):
         targets.made_once(tmp_path / "thing", make)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
