@@ -7,7 +7,7 @@ Run:    python experiments/sweep_block_size.py
         python experiments/sweep_block_size.py --resume outputs/sweep_block_size/20260101T000000Z
 Writes: report.md, results.csv, verdicts.csv, figures and each trial's draft under --out
     (default outputs/sweep_block_size/<UTC time>); a parent run in MLflow with a child for each trial.
-Cost:   the default takes 20 minutes on two CPU cores.
+Cost:   the default takes 19 minutes on two CPU cores.
 Source: arXiv:2602.06036, whose drafts have blocks of 16, 10 and 8 tokens.
 """
 

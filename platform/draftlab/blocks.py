@@ -39,6 +39,7 @@ def position_weights(block_size: int, gamma: float, first: int = 1) -> Tensor:
     if not gamma > 0:
         raise ValueError(f"gamma must be above 0, got {gamma}")
     slots = torch.arange(block_size, dtype=torch.float32)
+    gamma = max(gamma, torch.finfo(slots.dtype).tiny)  # less would be 0 there, and 0 / 0
     decay = torch.ones(block_size) if math.isinf(gamma) else torch.exp(-(slots - first) / gamma)
     return torch.where(slots < first, 0.0, decay)
 

@@ -75,7 +75,7 @@ class Round:
     committed: int
     """accepted + 1 (the bonus token); accepted alone where the last accepted token is EOS."""
     draft_seconds: float
-    """The block's forward and its head."""
+    """The draft's forward over the block, its head, and the features of what was committed into its cache."""
     verify_seconds: float
     """The target's forward over the block, its head and the decision."""
     commit_seconds: float
@@ -253,6 +253,8 @@ def decode_speculative(
 
         new = [committed(kept, tokens, eos) for kept, *tokens in found]
         draft.extend(context, features[:, : max(map(len, new))])
+        draft_seconds += lap()
+
         sharing = rows
         rows, anchors = _commit(rows, answers, new, eos, cache, context)
         seconds = [part / len(sharing) for part in (draft_seconds, verify_seconds, lap())]

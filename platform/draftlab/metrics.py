@@ -137,7 +137,8 @@ def speedup_statistic(items: np.ndarray) -> np.ndarray | float:
 def call_times(target_traces: Sequence[Trace], draft_traces: Sequence[Trace]) -> dict[str, float]:
     """Mean milliseconds: `target_ms` a token of the target alone; `draft_ms`, `verify_ms`, `commit_ms` a round.
 
-    `commit_ms` is the rest of a round: accepted features into the draft's cache, both caches cropped, bookkeeping.
+    `draft_ms` holds all that the draft does, the committed features' way into its cache too, as in a published draft's
+    one forward; `commit_ms` is the rest of a round: both caches cropped, bookkeeping.
     In a batch they are a row's share; a call takes `rows_per_call` times as long.
     speedup = acceptance_length * target_ms / (draft_ms + verify_ms + commit_ms) by construction.
     """

@@ -49,8 +49,10 @@ def test_an_infinite_gamma_is_no_decay():
     assert blocks.position_weights(5, math.inf).tolist() == [0, 1, 1, 1, 1]
 
 
-def test_a_vanishing_gamma_leaves_only_the_first_drafted_slot():
-    assert blocks.position_weights(4, 1e-3).tolist() == [0, 1, 0, 0]
+@pytest.mark.parametrize("gamma", [1e-3, 1e-40, 1e-300])
+def test_a_vanishing_gamma_leaves_only_the_first_drafted_slot(gamma):
+    assert blocks.position_weights(4, gamma).tolist() == [0, 1, 0, 0]
+    assert blocks.position_weights(4, gamma, first=0).tolist() == [1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("block_size, gamma", [(1, 4), (0, 4), (4, 0), (4, -1), (4, math.nan)])
