@@ -3,7 +3,7 @@
 Varies: the draft; all decode the same prompts in one process, by turns.
 Run:    python evals/compare.py --ckpt REFERENCE --ckpt OTHER [--ckpt ...] --prompts heldout:40,humaneval:40
     CKPT as in evals/acceptance.py; the first is what the others are compared with.
-Writes: comparison.csv, comparison.png and what evals/acceptance.py writes, under --out (default
+Writes: verdicts.csv, verdicts.png and what evals/acceptance.py writes, under --out (default
     outputs/compare/<UTC time>), and an MLflow run with the same.
 Cost:   one decoding of each prompt more than there are drafts.
 Source: 95% percentile bootstrap over prompts, paired; an interval that holds 0 is no difference.
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with cli.Progress("loading the drafts and their target") as say, tempfile.TemporaryDirectory() as fetched:
         say(f"comparing {', '.join(args.ckpt)}")
-        from draftlab import drafts, evaluation, report  # slow: after the first line is out
+        from draftlab import drafts, evaluation, findings, report  # slow: after the first line is out
         from draftlab.prompts import load_prompts
         from draftlab.tracking import Store
 
@@ -41,12 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         params = run.flat() | {"ckpt": ", ".join(args.ckpt), "prompts": args.prompts}
         with store.run(f"compare {len(args.ckpt)} drafts", key=f"compare/{out.absolute()}", params=params) as run_id:
             found = evaluation.evaluate(target, field.drafts, prompts, run.eval, say, run.seed, field.hashes)
-            rows = evaluation.against_first(found, run.eval.bootstrap, run.seed)
-            report.write_comparison(found, rows, out)
+            arms = {name: {run.seed: result.traces} for name, result in found.items()}
+            verdicts = findings.frame([
+                verdict
+                for measure in evaluation.MEASURES
+                for verdict in findings.verdicts(arms, measure, next(iter(arms)), run.eval.bootstrap, run.seed)
+            ])  # fmt: skip
+            report.write_evaluation(found, out)
+            report.write_verdicts(verdicts, out)
             store.log_evaluations(run_id, found, args.prompts, field.folders, out)
         for name, result in found.items():
             say(f"{name}\n{evaluation.describe(result)}")
-        say(f"against {next(iter(found))}\n{report.comparison_table(rows)}")
+        say(f"against {next(iter(found))}\n{report.verdict_table(verdicts)}")
         say(f"results: {out}\nMLflow run {run_id}: {store.ui_command}")
     return evaluation.exit_code(found.values())
 

@@ -166,41 +166,6 @@ def evaluate(
     return result
 
 
-def compare(
-    first: Evaluation, second: Evaluation, measure: str, resamples: int, seed: int = 0
-) -> tuple[float, float, float]:
-    """How much more the first draft reached than the second: (difference, low, high), paired by prompt.
-
-    Where the 95% interval [low, high] holds 0, there is no difference (`verdict`).
-
-    Args:
-        first, second: of the same `evaluate` call.
-        measure: one of MEASURES.
-    """
-    if first.provenance["prompts_hash"] != second.provenance["prompts_hash"]:
-        raise ValueError("expected evaluations of the same prompts")
-    items_of, statistic = MEASURES[measure]
-    ours, theirs = ({(p.case.prompt, p.case.turn): p for p in evaluation.traces} for evaluation in (first, second))
-    both = [[side[case] for case in ours if case in theirs] for side in (ours, theirs)]
-    both = [by_prompt(pairs, items_of(pairs)) for pairs in both]
-    difference = metrics.difference(statistic, both[0].shape[1])
-    items = np.hstack(both)
-    return float(difference(items)), *metrics.bootstrap(difference, items, resamples, seed)
-
-
-def against_first(evaluations: Mapping[str, Evaluation], resamples: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Every other draft against the first: a row a draft and measure, with difference, interval and verdict."""
-    (_, reference), *others = evaluations.items()
-    rows = []
-    for name, other in others:
-        for measure in ("acceptance_length", "acceptance_length_macro", "speedup"):
-            difference, low, high = compare(other, reference, measure, resamples, seed)
-            row = {"draft": name, "measure": measure, "value": other.metrics[measure]}
-            row |= {"reference": reference.metrics[measure], "difference": difference, "low": low, "high": high}
-            rows.append(row | {"verdict": verdict(low, high)})
-    return rows
-
-
 def survival_by_domain(evaluation: Evaluation) -> dict[str, list[float]]:
     """Domain -> P(the first k drafted tokens are all accepted), as far as `Evaluation.survival` goes."""
     size, by_domain = len(evaluation.survival) + 1, {}
@@ -215,13 +180,6 @@ def exit_code(evaluations: Iterable[Evaluation]) -> int:
         if found.metrics["failed"] or (found.metrics["divergences"] and found.provenance["dtype"] == "float32"):
             return 1
     return 0
-
-
-def verdict(low: float, high: float) -> str:
-    """What the interval of a difference says of the first of the two."""
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return "unknown"
-    return "better" if low > 0 else "worse" if high < 0 else "no difference"
 
 
 def describe(evaluation: Evaluation) -> str:

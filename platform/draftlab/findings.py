@@ -1,7 +1,8 @@
-"""What a sweep has found: each arm against the baseline, paired over prompts and seeds; the one-page report."""
+"""What was found: each arm against the baseline, paired over prompts and seeds; a sweep's one-page report."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,10 +17,12 @@ from draftlab.evaluation import Pair
 class Verdict:
     """One arm against the baseline; the trials of an arm differ in their seed alone."""
 
+    measure: str
+    """What is compared, one of evaluation.MEASURES."""
     arm: str
     seeds: int
     value: float
-    """The measure, over all prompts and seeds."""
+    """Over all prompts and seeds."""
     low: float
     high: float
     difference: float
@@ -68,14 +71,22 @@ def verdicts(
         both = np.concatenate([items(name, *shared(arm, reference)) for name in (arm, reference)], axis=-1)
         difference = metrics.difference(statistic, both.shape[-1] // 2)
         low, high = metrics.bootstrap(difference, both, resamples, seed)
-        word = "baseline" if arm == reference else evaluation.verdict(low, high)
+        word = "baseline" if arm == reference else _word(low, high)
         found.append(
             Verdict(
-                arm, len(arms[arm]), pooled(own[arm]), *metrics.bootstrap(statistic, own[arm], resamples, seed),
+                measure, arm, len(arms[arm]),
+                pooled(own[arm]), *metrics.bootstrap(statistic, own[arm], resamples, seed),
                 float(difference(both.reshape(-1, both.shape[-1]))), low, high, word,
             )
         )  # fmt: skip
     return found
+
+
+def _word(low: float, high: float) -> str:
+    """What the interval of a difference from the baseline says."""
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return "unknown"
+    return "better" if low > 0 else "worse" if high < 0 else "no difference"
 
 
 def _case(pair: Pair) -> tuple[int, int]:
@@ -83,7 +94,7 @@ def _case(pair: Pair) -> tuple[int, int]:
 
 
 def answer(found: Sequence[Verdict], measure: str) -> str:
-    """The sentence that answers a sweep's question."""
+    """The sentence that answers a sweep's question, by the measure that its trials are ranked by."""
     words = measure.replace("_", " ")
     if not found:
         return f"No trial was measured, so there is no answer by {words}."

@@ -91,16 +91,17 @@ def write_sweep(
     return frame
 
 
-def write_verdicts(frame: pd.DataFrame, measure: str, out: Path) -> None:
+def write_verdicts(frame: pd.DataFrame, out: Path) -> None:
     """Write verdicts.csv and verdicts.png.
 
     Args:
-        frame: a row an arm, as `findings.frame` gives it.
-        measure: what was compared.
+        frame: a row a measure and arm, as `findings.frame` gives it.
+        out: folder, made if it is missing.
     """
+    out.mkdir(parents=True, exist_ok=True)
     frame.to_csv(out / "verdicts.csv", index=False)
     with matplotlib.rc_context(STYLE):
-        _verdict_figure(frame, measure).savefig(out / "verdicts.png")
+        _verdict_figure(frame).savefig(out / "verdicts.png")
 
 
 def check_folder(folder: Path) -> None:
@@ -169,20 +170,6 @@ def write_layer_mix(mix: np.ndarray, layer_ids: Sequence[int], path: Path) -> No
         figure.savefig(path)
 
 
-def write_comparison(evaluations: Mapping[str, Evaluation], rows: Sequence[Mapping[str, Any]], out: Path) -> None:
-    """Write a comparison's comparison.csv and comparison.png beside what `write_evaluation` writes.
-
-    Args:
-        evaluations: draft -> its evaluation, the reference first.
-        rows: of `evaluation.against_first`.
-        out: folder, made if it is missing.
-    """
-    write_evaluation(evaluations, out)
-    pd.DataFrame(rows).to_csv(Path(out) / "comparison.csv", index=False)
-    with matplotlib.rc_context(STYLE):
-        _comparison_figure(rows, list(evaluations)[0]).savefig(Path(out) / "comparison.png")
-
-
 def write_surface(rows: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str, Any]], out: Path) -> None:
     """Write a speed surface's surface.csv, prediction.csv and surface.png.
 
@@ -213,12 +200,11 @@ def surface_table(best: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[
     return f"{shown.to_string(**precise)}\n\nprediction and measurement\n{beside.to_string(**precise)}"
 
 
-def comparison_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows of `evaluation.against_first` for a terminal."""
-    frame = pd.DataFrame(rows)
-    ends = zip(frame["low"], frame["high"])
+def verdict_table(frame: pd.DataFrame) -> str:
+    """The verdicts for a terminal, as `findings.frame` gives them."""
+    ends = zip(frame["difference_low"], frame["difference_high"])
     return pd.DataFrame({
-        "draft": frame["draft"].map(_label),
+        "arm": frame["arm"].map(_label),
         "measure": frame["measure"],
         "value": frame["value"].map("{:.3f}".format),
         "difference": frame["difference"].map("{:+.3f}".format),
@@ -429,27 +415,6 @@ def _surface_figure(frame: pd.DataFrame, compared: Sequence[Mapping[str, Any]]) 
     return figure
 
 
-def _comparison_figure(rows: Sequence[Mapping[str, Any]], reference: str) -> Figure:
-    measures = list(dict.fromkeys(row["measure"] for row in rows))
-    figure = Figure(figsize=(9.6, 1.6 + 0.4 * len(rows) / max(1, len(measures))))
-    inks = {"better": INK, "worse": BAD}
-    for axis, measure in zip(figure.subplots(1, len(measures), squeeze=False, sharey=True)[0], measures):
-        some = [row for row in rows if row["measure"] == measure]
-        values, bars = _with_interval([{**row, "difference_low": row["low"], "difference_high": row["high"]}
-                                       for row in some], "difference")  # fmt: skip
-        for y, row in enumerate(some):
-            axis.errorbar(
-                values[y], y, xerr=bars[:, y : y + 1], marker="o", capsize=4, color=inks.get(row["verdict"], FADED)
-            )
-        axis.axvline(0, color=FADED, linewidth=1.2, linestyle="--")
-        axis.set_yticks(range(len(some)), [_label(row["draft"]) for row in some])
-        axis.set_ylim(len(some) - 0.5, -0.5)
-        axis.set_title(measure.replace("_", " "))
-        axis.set_xlabel("difference, 95% interval")
-    figure.suptitle(f"Against {_label(reference)}", fontsize=10)
-    return figure
-
-
 def _with_interval(rows: Sequence[Mapping[str, Any]], measure: str) -> tuple[np.ndarray, np.ndarray]:
     """(n,) values, and (2, n) how far their intervals reach; 0 where there is none."""
     value, low, high = (np.array([row[measure + end] for row in rows], float) for end in ("", "_low", "_high"))
@@ -522,18 +487,22 @@ def _heat_map(frame: pd.DataFrame, across: str, down: str) -> Figure:
     return figure
 
 
-def _verdict_figure(frame: pd.DataFrame, measure: str) -> Figure:
-    figure = Figure(figsize=(7.2, 1.2 + 0.36 * len(frame)))
-    axis = figure.subplots()
-    colors = {"better": INK, "worse": BAD}
-    for y, row in enumerate(frame.iloc[::-1].itertuples()):
-        color = colors.get(row.verdict, FADED)
-        axis.plot([row.difference_low, row.difference_high], [y, y], color=color)
-        axis.plot(row.difference, y, marker="o", color=color)
-        axis.annotate(row.verdict, (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=9, color=color)
-    axis.axvline(0, color=FADED, linewidth=1, linestyle="--")
-    axis.set_yticks(range(len(frame)), [_label(arm) for arm in frame["arm"].iloc[::-1]])
-    axis.set_xlabel(f"{measure.replace('_', ' ')}: difference from the baseline, 95% interval")
+def _verdict_figure(frame: pd.DataFrame) -> Figure:
+    """Differences from the baseline, a column a measure; the arms of all columns stand as the first ranks them."""
+    measures, arms = frame["measure"].unique(), list(frame["arm"].unique())
+    figure = Figure(figsize=(2.4 + 4.8 * max(1, len(measures)), 1.4 + 0.36 * len(arms)))
+    inks = {"better": INK, "worse": BAD}
+    for axis, measure in zip(figure.subplots(1, max(1, len(measures)), squeeze=False, sharey=True)[0], measures):
+        for row in frame[frame["measure"] == measure].itertuples():
+            y, ink = arms.index(row.arm), inks.get(row.verdict, FADED)
+            axis.plot([row.difference_low, row.difference_high], [y, y], color=ink)
+            axis.plot(row.difference, y, marker="o", color=ink)
+            axis.annotate(row.verdict, (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=9, color=ink)
+        axis.axvline(0, color=FADED, linewidth=1, linestyle="--")
+        axis.set_title(measure.replace("_", " "))
+        axis.set_yticks(range(len(arms)), [_label(arm) for arm in arms])
+        axis.set_ylim(len(arms) - 0.5, -0.5)
+    figure.supxlabel("difference from the baseline, 95% interval", fontsize=10)
     return figure
 
 

@@ -333,7 +333,7 @@ class _Sweep:
         sentence = findings.answer(found, self.search.rank_by)
         frame = report.write_sweep([self._row(name) for name in known], curves, survivals, self.folder, varied)
         if found:
-            report.write_verdicts(findings.frame(found), self.search.rank_by, self.folder)
+            report.write_verdicts(findings.frame(found), self.folder)
         title = f"{self.plan.experiment} {self.folder.name}"
         figures = sorted(path.name for path in self.folder.glob("*.png"))
         page = findings.page(title, self.plan.question, sentence, found, report.table(frame), figures)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from mlflow import MlflowClient
 
-from draftlab import checkpoint, config, decode, evaluation, metrics, report
+from draftlab import checkpoint, config, decode, evaluation, findings, metrics, report
 from draftlab.config import DraftConfig, EvalConfig, Run, TargetConfig
 from draftlab.decode import decode_target
 from draftlab.draft import Draft, adapt
@@ -132,8 +132,6 @@ def test_a_prompt_that_fails_is_reported_and_costs_no_other(target, monkeypatch)
     assert found["bad"].metrics["failed"] == 1 and [pair.case.prompt for pair in found["bad"].traces] == [0, 2, 3]
     assert found["good"].metrics["failed"] == 0
     assert "question 1 failed: draft: RuntimeError: out of memory" in evaluation.describe(found["bad"])
-    # The comparison is over the prompts that both have.
-    assert evaluation.compare(found["good"], found["bad"], "acceptance_length", 200) == (0, 0, 0)
 
 
 def test_an_evaluation_in_which_everything_failed_has_no_numbers_and_no_zeros(target, monkeypatch, tmp_path):
@@ -186,25 +184,6 @@ def test_a_divergence_is_counted_and_described(target, monkeypatch):
     assert found.metrics["divergences"] == 2
     assert found.prompts[0]["divergence"]["position"] == 5 and found.prompts[0]["divergence"]["gap"] > 0
     assert '"position": 5' in evaluation.describe(found)
-
-
-def test_two_drafts_are_compared_prompt_by_prompt(target):
-    (prompt,) = prompts(1)
-    drafts = {"good": knowing(target, prompt), "poor": draft(target)}
-    found = evaluation.evaluate(target, drafts, [prompt] * 3, QUICK, quiet)
-    difference, low, high = evaluation.compare(found["good"], found["poor"], "acceptance_length", 200)
-    own = [found[name].metrics["acceptance_length"] for name in ("good", "poor")]
-    assert difference == pytest.approx(own[0] - own[1]) and 0 < low <= difference <= high
-    faster, _, _ = evaluation.compare(found["good"], found["poor"], "speedup", 200)
-    assert faster == pytest.approx(found["good"].metrics["speedup"] - found["poor"].metrics["speedup"])
-
-
-def test_evaluations_of_other_prompts_are_not_compared(target):
-    drafts = {"a": draft(target)}
-    one = evaluation.evaluate(target, drafts, prompts(1), QUICK, quiet)["a"]
-    two = evaluation.evaluate(target, drafts, prompts(2), QUICK, quiet)["a"]
-    with pytest.raises(ValueError, match="same prompts"):
-        evaluation.compare(one, two, "speedup", 200)
 
 
 # ---- turns, batches, block sizes, sampling, groups
@@ -356,12 +335,15 @@ def test_a_checkpoint_is_not_different_from_itself_and_better_than_a_worse_one(t
     (asked,) = prompts(1)
     drafts = {"one": draft(target), "same": draft(target), "good": knowing(target, asked)}
     found = evaluation.evaluate(target, drafts, [asked] * 4, QUICK, quiet)
-    rows = {(row["draft"], row["measure"]): row for row in evaluation.against_first(found, 200)}
-    same, good = rows["same", "acceptance_length"], rows["good", "acceptance_length"]
-    assert same["verdict"] == "no difference" and (same["low"], same["high"]) == (0, 0)
-    assert good["verdict"] == "better" and good["difference"] == pytest.approx(good["value"] - good["reference"])
-    assert "no difference" in report.comparison_table(list(rows.values()))
-    assert evaluation.verdict(-2, -1) == "worse" and evaluation.verdict(math.nan, math.nan) == "unknown"
+    arms = {name: {0: result.traces} for name, result in found.items()}
+    for measure in ("acceptance_length", "speedup"):
+        verdicts = {one.arm: one for one in findings.verdicts(arms, measure, "one", 200, seed=0)}
+        own = {name: result.metrics[measure] for name, result in found.items()}
+        assert {name: one.value for name, one in verdicts.items()} == pytest.approx(own)
+        assert verdicts["good"].difference == pytest.approx(own["good"] - own["one"])
+        if measure == "acceptance_length":
+            assert verdicts["good"].verdict == "better" and verdicts["good"].difference_low > 0
+            assert (verdicts["same"].verdict, verdicts["same"].difference_high) == ("no difference", 0)
 
 
 # ---- refusals, all before any decoding
@@ -477,7 +459,8 @@ def test_the_compare_script_says_no_difference_of_a_checkpoint_and_itself(saved,
     twice = ["--ckpt", str(saved), "--ckpt", str(saved), "--prompts", "humaneval:3", "--out", "out"]
     assert script("compare")([*twice, "eval.max_new_tokens=8", "eval.bootstrap=100"]) == 0
     assert re.search(r"acceptance_length .* \+0.000 \[\+0.000, \+0.000\] no difference", capsys.readouterr().out)
-    assert Path("out/comparison.png").exists() and len(Path("out/comparison.csv").read_text().splitlines()) == 4
+    lines = Path("out/verdicts.csv").read_text().splitlines()
+    assert Path("out/verdicts.png").exists() and len(lines) == 1 + 2 * len(evaluation.MEASURES)
     with pytest.raises(UserError, match="at least two"):
         script("compare")(["--ckpt", str(saved)])
 
