@@ -488,11 +488,13 @@ def _heat_map(frame: pd.DataFrame, across: str, down: str) -> Figure:
 
 
 def _verdict_figure(frame: pd.DataFrame) -> Figure:
-    """Differences from the baseline, a column a measure; the arms of all columns stand as the first ranks them."""
+    """Differences from the baseline, a panel a measure; the arms of all panels stand as the first ranks them."""
     measures, arms = frame["measure"].unique(), list(frame["arm"].unique())
-    figure = Figure(figsize=(2.4 + 4.8 * max(1, len(measures)), 1.4 + 0.36 * len(arms)))
+    columns = 2 if len(measures) > 1 else 1
+    lines = max(1, math.ceil(len(measures) / columns))
+    figure = Figure(figsize=(2.4 + 4.8 * columns, 0.4 + (1 + 0.36 * len(arms)) * lines))
     inks = {"better": INK, "worse": BAD}
-    for axis, measure in zip(figure.subplots(1, max(1, len(measures)), squeeze=False, sharey=True)[0], measures):
+    for axis, measure in zip(figure.subplots(lines, columns, squeeze=False, sharey=True).flat, measures):
         for row in frame[frame["measure"] == measure].itertuples():
             y, ink = arms.index(row.arm), inks.get(row.verdict, FADED)
             axis.plot([row.difference_low, row.difference_high], [y, y], color=ink)
