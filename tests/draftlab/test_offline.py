@@ -18,16 +18,26 @@ def target():
     return load_target(TargetConfig(model="tiny", dtype="float32", device="cpu"))
 
 
-HEADS = {"variant": "dspark", "markov_head": "rnn", "markov_rank": 8}
+KINDS = {
+    "dflash": {}, "dflare": {"variant": "dflare"}, "dspark": {"variant": "dspark"},
+    **{kind: {"variant": "dspark", "markov_head": kind, "markov_rank": 8} for kind in ("vanilla", "gated", "rnn")},
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[{}, {"variant": "dflare"}, HEADS], ids=["dflash", "dflare", "dspark"])
+@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
 def draft(target, request):
-    """A draft that is right now and then: it begins as the target's last layers."""
+    """A draft that is right now and then: it begins as the target's last layers.
+
+    A Markov head has much to say, so that its guesses hang on the token before.
+    """
     config = DraftConfig(block_size=4, num_hidden_layers=1, target_layer_ids=[0, 2], **request.param)
     made = Draft(adapt(target.config, config, target.mask_token_id))
     sample = torch.tensor([target.chat([{"role": "user", "content": "What is there to see in a town by the sea?"}])])
     initialise(made, target, "target_layers", 0, sample)
+    if made.spec.markov_head:
+        torch.manual_seed(0)
+        torch.nn.init.normal_(made.markov_head.markov_w1.weight)
+        torch.nn.init.normal_(made.markov_head.markov_w2.weight, std=0.5)
     return made.eval()
 
 
