@@ -5,10 +5,12 @@ Run:    python evals/acceptance.py --ckpt CKPT
         python evals/acceptance.py --ckpt CKPT --prompts humaneval:40,chat.jsonl eval.repeats=3 target.dtype=float32
         python evals/acceptance.py --ckpt CKPT --block-sizes 2,4,8,16 eval.batch_size=4
         python evals/acceptance.py --ckpt CKPT eval.temperature=1 eval.top_p=0.95 eval.mode=greedy_draft
+        python evals/acceptance.py --ckpt CKPT eval.schedule=confidence
         python evals/acceptance.py --ckpt z-lab/Qwen3-8B-DFlash-b16 --prompts gsm8k target.model=Qwen/Qwen3-8B
     CKPT is a checkpoint folder, an MLflow run id or models:/ URI, or the hub id of a published DFlash draft. Several
     --ckpt with --block-sizes give the table of trained by decoded block size. The configuration is the first
-    checkpoint's own (a published draft has none), unless --config gives another.
+    checkpoint's own (a published draft has none), unless --config gives another. Of a confidence head the calibration
+    error (ECE), AUC and Brier score are told; eval.schedule=confidence has it choose how much of a block is verified.
 Writes: results.json, breakdown.csv (by domain, turn, context length and position), traces.jsonl and figures under --out
     (default outputs/acceptance/<UTC time>), and an MLflow run with the same, linked to the checkpoint's training run.
 Cost:   two decodings of each prompt; about 2 minutes for the default 16 prompts on two CPU cores.

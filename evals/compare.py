@@ -1,7 +1,8 @@
-"""Question: is this draft better than that one, or does it only look so?
+"""Question: is this draft better than that one, or does it only look so? Or this schedule of the verified length?
 
-Varies: the draft; all decode the same prompts in one process, by turns.
+Varies: the draft, the schedule; all decode the same prompts in one process, by turns.
 Run:    python evals/compare.py --ckpt REFERENCE --ckpt OTHER [--ckpt ...] --prompts heldout:40,humaneval:40
+        python evals/compare.py --ckpt CKPT --schedules fixed,confidence eval.batch_size=8
     CKPT as in evals/acceptance.py; the first is what the others are compared with.
 Writes: verdicts.csv, verdicts.png and what evals/acceptance.py writes, under --out (default
     outputs/compare/<UTC time>), and an MLflow run with the same.
@@ -21,11 +22,15 @@ from draftlab.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = cli.eval_parser(__doc__).parse_args(argv)
-    if len(args.ckpt) < 2:
-        raise UserError("--ckpt: expected at least two to compare, got one")
+    parser = cli.eval_parser(__doc__)
+    parser.add_argument("--schedules", type=cli.several, help="decode with each of these: fixed,confidence")
+    args = parser.parse_args(argv)
+    if len(args.ckpt) * len(args.schedules or [None]) < 2:
+        raise UserError("expected at least two --ckpt to compare, or one with --schedules fixed,confidence")
     out = cli.out_folder("compare", args)
     base = config.load(args.config or config.DEFAULT_CONFIG, args.overrides)
+    for schedule in args.schedules or ():
+        base.replace({"eval.schedule": schedule})  # refuses what is none
 
     with cli.Progress("loading the drafts and their target") as say, tempfile.TemporaryDirectory() as fetched:
         say(f"comparing {', '.join(args.ckpt)}")
@@ -39,8 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         run, target = field.run, field.target
         prompts = load_prompts(args.prompts, run, target, say)
         params = run.flat() | {"ckpt": ", ".join(args.ckpt), "prompts": args.prompts}
-        with store.run(f"compare {len(args.ckpt)} drafts", key=f"compare/{out.absolute()}", params=params) as run_id:
-            found = evaluation.evaluate(target, field.drafts, prompts, run.eval, say, run.seed, field.hashes)
+        what = f"{len(args.ckpt)} drafts" if len(args.ckpt) > 1 else "schedules"
+        with store.run(f"compare {what}", key=f"compare/{out.absolute()}", params=params) as run_id:
+            found = evaluation.evaluate(
+                target, field.drafts, prompts, run.eval, say, run.seed, field.hashes, schedules=args.schedules
+            )
             arms = {name: {run.seed: result.traces} for name, result in found.items()}
             verdicts = findings.frame([
                 verdict

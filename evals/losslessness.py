@@ -6,6 +6,7 @@ Varies: nothing. Greedy: each prompt is decoded speculatively and by transformer
     broken on purpose, which replaces rejected tokens from q instead of the residual, has to fail the first test.
 Run:    python evals/losslessness.py --ckpt CKPT
         python evals/losslessness.py --ckpt CKPT --dtype bfloat16 --prompts humaneval:20 eval.max_new_tokens=32
+        python evals/losslessness.py --ckpt CKPT eval.schedule=confidence
     CKPT as in evals/acceptance.py.
 Writes: nothing; each divergence is a line: prompt, position, both tokens, the target's top-2 logit gap there; each
     distribution test is a line with its p-values, one a place in the text.
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with cli.Progress("loading the draft and its target") as say, tempfile.TemporaryDirectory() as fetched:
         say(f"losslessness of {args.ckpt} in {args.dtype}")
-        from draftlab import decode, drafts, sampled  # slow: after the first line is out
+        from draftlab import decode, drafts, sampled, surface  # slow: after the first line is out
         from draftlab.prompts import load_prompts
         from draftlab.target import load_target
         from draftlab.tracking import Store
@@ -60,10 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         for _, prompt in named:
             decode.check_prompt(target, prompt, limit, draft)
+        schedule = None
+        if run.eval.schedule == "confidence":
+            decode.check_confidence(draft, args.ckpt)
+            schedule = surface.schedule(target, draft, [ids for _, ids in named], draft.spec.block_size, 1, say)
         say(f"{len(named)} prompts, at most {limit} new tokens each", doing="decoding")
         found, tokens, rounds, said = 0, 0, 0, time.monotonic()
         for n, (name, prompt) in enumerate(named, 1):
-            trace = decode.decode_speculative(target, draft, [prompt], limit)[0]
+            (trace,) = decode.decode_speculative(target, draft, [prompt], limit, schedule=schedule)
             first = decode.divergence(target, prompt, trace.tokens, decode.generate(target, prompt, limit))
             if first is not None:
                 found += 1
@@ -77,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.draws:
             lossless &= sampled.check_exactly(args.draws, say)
         if args.samples:
-            lossless &= sampled.check_samples(target, draft, named[0][1][-16:], args.samples, say)
+            lossless &= sampled.check_samples(target, draft, named[0][1][-16:], args.samples, say, schedule)
     return 0 if lossless else 1
 
 

@@ -4,7 +4,7 @@ Varies: block size, batch size and context length of single calls; what they cos
     the speed everywhere, and decoding at --block-sizes shows how well.
 Run:    python evals/speed_surface.py --ckpt CKPT --prompts heldout,humaneval
         python evals/speed_surface.py --ckpt CKPT --block-sizes 2,4,8,16 --batches 1,4,8 --contexts 64,256,1024
-    CKPT and --prompts as in evals/acceptance.py.
+    CKPT and --prompts as in evals/acceptance.py. Blocks are verified whole, whatever eval.schedule says.
 Writes: surface.csv (speed by domain, batch and block size; the gain of each slot; the break-even acceptance),
     prediction.csv (beside the measurement), surface.png and what evals/acceptance.py writes, under --out (default
     outputs/speed_surface/<UTC time>), and an MLflow run with the same.
@@ -50,15 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if longest > (room := min(target.max_positions, draft.spec.max_position_embeddings)):
             most = room - longest + max(args.contexts)
             raise UserError(f"--contexts: expected at most {most}, for the models' positions; got {max(args.contexts)}")
-        if draft.spec.label_layout != "same":
-            raise UserError(f"speed surface: expected a draft of layout same, got {draft.spec.label_layout}")
         batches = sorted({*args.batches, run.eval.batch_size})
         hashes = ", ".join(field.hashes.values())
         params = run.flat() | {"ckpt": args.ckpt[0], "checkpoint": hashes, "prompts": args.prompts}
         with store.run(f"speed surface {hashes}", key=f"speed_surface/{out.absolute()}", params=params) as run_id:
             found = evaluation.evaluate(
-                target, field.drafts, prompts, run.eval, say, run.seed, field.hashes, sorted(args.block_sizes)
-            )
+                target, field.drafts, prompts, run.eval, say, run.seed, field.hashes, sorted(args.block_sizes),
+                ["fixed"],
+            )  # fmt: skip
             report.write_evaluation(found, out)
             measured = [result.metrics | result.provenance for result in found.values()]
             largest = list(found.values())[-1]

@@ -20,7 +20,7 @@ MODULES = sorted(PACKAGE.glob("**/*.py"))
 SCRIPTS = sorted([*ROOT.glob("experiments/*.py"), *ROOT.glob("evals/*.py")])
 TESTS = sorted(ROOT.glob("tests/**/*.py"))
 
-LAYERS = """errors | config | cache blocks loss metrics formats | target | draft corpus |
+LAYERS = """errors | config | cache blocks loss metrics schedule formats | target | draft corpus |
 features init prompts checkpoint decode | train | offline surface | evaluation drafts sampled search |
 findings records tracking report cluster | sweep | cli"""
 """Who may import whom: only modules further to the left, or of the same place. A new module gets its place here."""

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -89,6 +90,8 @@ def spec_to_json(spec: DraftSpec, dtype: str) -> dict[str, Any]:
             "enable_confidence_head": spec.confidence,
             "confidence_head_with_markov": spec.markov_head is not None,
         }
+    if spec.confidence_temperatures is not None:
+        heads["confidence_temperatures"] = list(spec.confidence_temperatures)
     reduced = {} if spec.draft_vocab_size is None else {"draft_vocab_size": spec.draft_vocab_size}
     return {
         "architectures": [name for name, variant in ARCHITECTURES.items() if variant == spec.variant],
@@ -189,6 +192,13 @@ def spec_from_json(
     if variant == "dspark" and (confidence := bool(told.get("enable_confidence_head"))):
         if bool(told.get("confidence_head_with_markov")) != bool(rank):
             raise UserError(f"{where}: confidence_head_with_markov must be {bool(rank)} for markov_rank {rank}")
+    if (temperatures := told.get("confidence_temperatures")) is not None:
+        if not confidence or not isinstance(temperatures, list) or not temperatures:
+            raise UserError(
+                f"{where}: confidence_temperatures must be a list, and belong to an enable_confidence_head, "
+                f"got {temperatures!r} and {confidence}"
+            )
+        temperatures = tuple(_positive(value, f"{where}: confidence_temperatures") for value in temperatures)
     layer_ids = need("target_layer_ids")
     if not isinstance(layer_ids, list) or any(type(i) is not int for i in layer_ids):
         raise UserError(f"{where}: target_layer_ids must be a list of layers, got {layer_ids!r}")
@@ -236,6 +246,7 @@ def spec_from_json(
         markov_head=head,
         markov_rank=rank,
         confidence=confidence,
+        confidence_temperatures=temperatures,
         draft_vocab_size=reduced,
     )
     try:
@@ -282,6 +293,20 @@ def save(
     _write_draft(folder, draft.state_dict(), spec_to_json(draft.spec, "float32"))
     (folder / RUN).write_text(run.to_yaml(), encoding="utf-8")
     _write_json(folder / PROVENANCE, {"target": target, **(origin or provenance())})
+
+
+def save_calibrated(folder: Path, source: Path, temperatures: Sequence[float]) -> None:
+    """Copy a DSpark draft as it stands, with the temperatures of its confidence head in its config.
+
+    Args:
+        folder: made if needed.
+        source: the draft's checkpoint folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (*_weight_files(source), source / INDEX, source / RUN, source / PROVENANCE):
+        if path.is_file():
+            shutil.copy2(path, folder)
+    _write_json(folder / CONFIG, {**_read_json(source / CONFIG), "confidence_temperatures": list(temperatures)})
 
 
 def export(

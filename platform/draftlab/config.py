@@ -250,6 +250,9 @@ class EvalConfig(Section):
     mode: Literal["rejection", "greedy_draft"] = "rejection"
     """At temperature above 0: `rejection` samples the draft and keeps a token with probability min(1, q/p);
     `greedy_draft`, as in the published code, keeps the draft's best token where it equals a sample of the target."""
+    schedule: Literal["fixed", "confidence"] = "fixed"
+    """Drafted tokens that a round verifies: `fixed` is all; `confidence` as many as pay, by the draft's confidence head
+    and by what rounds cost here, which is measured first."""
     thinking: bool | None = None
     """The chat template's `enable_thinking`; None leaves it to the template."""
     system: str | None = None

@@ -20,6 +20,7 @@ from torch import Tensor
 from draftlab.cache import KVCache, packed
 from draftlab.draft import Draft
 from draftlab.errors import UserError
+from draftlab.schedule import Schedule, reach
 from draftlab.target import Head, Target
 
 MODES = ("rejection", "greedy_draft")
@@ -64,8 +65,9 @@ class Sampling:
 class Round:
     """One draft and one verification, as one row saw it.
 
-    `drafted` counts the drafted tokens at stake: B-1, fewer where the limit or an accepted EOS comes first. Seconds are
-    the row's share, the call's seconds / `rows`, so that sums over prompts are time on the clock.
+    `drafted` counts the drafted tokens at stake: B-1, fewer where the limit or an accepted EOS comes first, or where a
+    schedule had fewer verified. Seconds are the row's share, the call's seconds / `rows`, so that sums over prompts are
+    time on the clock.
     """
 
     drafted: int
@@ -75,13 +77,16 @@ class Round:
     committed: int
     """accepted + 1 (the bonus token); accepted alone where the last accepted token is EOS."""
     draft_seconds: float
-    """The draft's forward over the block, its head, and the features of what was committed into its cache."""
+    """The draft's forward over the block, its heads, the choice of the verified length, and the features of what was
+    committed into its cache."""
     verify_seconds: float
     """The target's forward over the block, its head and the decision."""
     commit_seconds: float
     """The rest: both caches brought to the committed length, bookkeeping."""
     rows: int = 1
     """Rows that shared the calls."""
+    confidence: tuple[float, ...] = ()
+    """Logit of each drafted token at stake, not calibrated; empty without a confidence head."""
 
 
 @dataclass
@@ -130,6 +135,16 @@ def check_prompt(target: Target, prompt_ids: Sequence[int], max_new_tokens: int,
                 f"prompt of {len(prompt_ids)} tokens + eval.max_new_tokens {max_new_tokens}: "
                 f"the {name} has {positions} positions"
             )
+
+
+def check_confidence(draft: Draft, name: str) -> None:
+    """Refuse a schedule for a draft that has no confidence head.
+
+    Raises:
+        UserError: naming both settings.
+    """
+    if not draft.spec.confidence:
+        raise UserError(f"eval.schedule=confidence: needs draft.confidence=true, but {name} has no confidence head")
 
 
 @torch.inference_mode()
@@ -202,6 +217,7 @@ def decode_speculative(
     block_size: int | None = None,
     sampling: Sampling = Sampling(),
     streams: Sequence[int] | None = None,
+    schedule: Schedule | None = None,
 ) -> list[Trace]:
     """Speculative decoding: what the target alone would write, in fewer of its forwards.
 
@@ -212,15 +228,20 @@ def decode_speculative(
         prompts, max_new_tokens, streams: as in decode_target.
         block_size: B, the anchor included; None is the size that the draft was trained with. B-1 tokens are drafted,
             or B in the layout `next`.
+        schedule: has each call verify only as much of its blocks as pays by the draft's confidence, one length for all
+            rows. A row's sampled text then hangs on its company and on the measured seconds; its distribution does not.
+            None verifies whole blocks.
 
     Raises:
-        UserError: see check_prompt; a block size below 2.
+        UserError: see check_prompt; a block size below 2; a schedule for a draft without a confidence head.
     """
     for prompt in prompts:
         check_prompt(target, prompt, max_new_tokens, draft)
     size = draft.spec.block_size if block_size is None else block_size
     if size < 2:
         raise UserError(f"block_size: expected at least 2 (an anchor and a drafted token), got {size}")
+    if schedule is not None:
+        check_confidence(draft, "the draft")
     taps, eos, device = draft.spec.target_layer_ids, target.eos_token_ids, target.device
     embed, head, draft_head = target.ends.embedding, target.ends.head, draft.head(target.ends.head)
     rows = _rows(prompts, max_new_tokens, sampling, streams)
@@ -244,6 +265,11 @@ def decode_speculative(
         hidden = draft.propose(context, embed(torch.cat([anchors, masks[: len(rows)]], dim=1)))
         slots = hidden[:, first : first + room - 1]
         guesses, p = _guess(draft, draft_head, slots, anchors[:, 0], sampling, draws[:, 0], target.vocab_size)
+        confidence = _confidence(draft, slots, torch.cat([anchors, guesses], dim=1)[:, :-1])
+        if schedule is not None:
+            length = schedule.length(reach(confidence, draft.spec.confidence_temperatures), stake)
+            guesses, p = guesses[:, :length], None if p is None else p[:, :length]
+            stake = [min(own, length) for own in stake]
         draft_seconds = lap()
 
         hidden, features = target.forward(torch.cat([anchors, guesses], dim=1), cache, taps)
@@ -258,10 +284,10 @@ def decode_speculative(
         sharing = rows
         rows, anchors = _commit(rows, answers, new, eos, cache, context)
         seconds = [part / len(sharing) for part in (draft_seconds, verify_seconds, lap())]
-        for row, (kept, *_), tokens, slots in zip(sharing, found, new, stake):
+        for row, (kept, *_), tokens, slots, sure in zip(sharing, found, new, stake, confidence.tolist()):
             kept = min(kept, len(tokens))
             drafted = slots if len(tokens) > kept else kept
-            row.trace.rounds.append(Round(drafted, kept, len(tokens), *seconds, len(sharing)))
+            row.trace.rounds.append(Round(drafted, kept, len(tokens), *seconds, len(sharing), tuple(sure[:drafted])))
             row.trace.seconds += sum(seconds)
     return traces
 
@@ -335,6 +361,13 @@ def committed(accepted: int, answers: list[int], eos_token_ids: frozenset[int]) 
 
 
 # ---- heads
+
+
+def _confidence(draft: Draft, hidden: Tensor, previous: Tensor) -> np.ndarray:
+    """(N, n) logits of the confidence head at the slots (N, n, D) after tokens (N, n); (N, 0) without such a head."""
+    if not draft.spec.confidence:
+        return np.empty((len(hidden), 0))
+    return draft.confidence(hidden, previous).float().cpu().numpy()
 
 
 def _choose(head: Head, hidden: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:

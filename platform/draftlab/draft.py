@@ -51,6 +51,8 @@ class DraftSpec:
     markov_head: str | None = None
     markov_rank: int = 0
     confidence: bool = False
+    confidence_temperatures: tuple[float, ...] | None = None
+    """By which the confidence head's logits are divided, slot by slot; None is not calibrated."""
     draft_vocab_size: int | None = None
     """V': tokens that the draft can guess; None is all."""
 

@@ -11,18 +11,29 @@ import math
 import platform
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 
-from draftlab import checkpoint, metrics, offline
+from draftlab import checkpoint, metrics, offline, surface
 from draftlab.config import EvalConfig, digest
-from draftlab.decode import Round, Sampling, Trace, check_prompt, decode_speculative, decode_target, divergence
+from draftlab.decode import (
+    Round,
+    Sampling,
+    Trace,
+    check_confidence,
+    check_prompt,
+    decode_speculative,
+    decode_target,
+    divergence,
+)
 from draftlab.draft import Draft
 from draftlab.errors import UserError, first_line
 from draftlab.prompts import Prompt
+from draftlab.schedule import Schedule, fit_temperatures, reach
 from draftlab.target import Target
 
 Say = Callable[..., None]
@@ -65,7 +76,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What decoding said about one draft at one block size."""
+    """What decoding said about one draft at one block size and schedule."""
 
     metrics: dict[str, float]
     """Flat; `X_low` and `X_high` are the 95% interval of `X`. Unknown is NaN."""
@@ -83,6 +94,8 @@ class Evaluation:
     """Protocol, prompts, target, checkpoint, machine and versions."""
     traces: list[Pair]
     """Every round of the cases that went well."""
+    confidence: dict[str, list[float]] = field(default_factory=dict)
+    """Of a draft with a confidence head: its `confidence_scores`, slot by slot."""
 
 
 MEASURES: dict[str, tuple[Callable[[Sequence[Pair]], np.ndarray], Callable[[np.ndarray], np.ndarray | float]]] = {
@@ -114,8 +127,9 @@ def evaluate(
     seed: int = 0,
     checkpoints: Mapping[str, str] | None = None,
     block_sizes: Sequence[int] | None = None,
+    schedules: Sequence[str] | None = None,
 ) -> dict[str, Evaluation]:
-    """Decode every prompt with the target alone and with each draft, at one or several block sizes.
+    """Decode every prompt with the target alone and with each draft, at one or several block sizes and schedules.
 
     A case on which one of them fails is reported as failed and left out of that draft's numbers, no others.
 
@@ -126,28 +140,40 @@ def evaluate(
         seed: of the bootstrap and of sampling.
         checkpoints: name -> checkpoint hash, for the record.
         block_sizes: that every draft is decoded with; None is the size that each was trained with.
+        schedules: values of config.schedule that every draft is decoded with; None is that alone.
 
     Returns:
-        Name -> its evaluation; with several block sizes the names are `NAME b=B`.
+        Name -> its evaluation; with several block sizes the names are `NAME b=B`, with several schedules
+        `NAME SCHEDULE`.
 
     Raises:
         UserError: before decoding: nothing to decode, a draft for another target, weights that are not finite, a prompt
-            longer than a model's positions, a chat template without the thinking mode that is asked for.
+            longer than a model's positions, a chat template without the thinking mode that is asked for, a schedule for
+            a draft without a confidence head.
     """
-    entrants = _entrants(drafts, checkpoints or {}, block_sizes)
+    entrants = _entrants(drafts, checkpoints or {}, block_sizes, schedules or [config.schedule])
     _check(target, entrants.values(), prompts, config)
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.mode, seed)
-    decoders: dict[str | None, Decode] = {None: _decoder(target, None, sampling)}
-    decoders |= {name: _decoder(target, entrant, sampling) for name, entrant in entrants.items()}
     cases = _cases(target, entrants.values(), prompts, config, say)
+    asked = [case.ids for case in cases if case.ids]
+    plans = {
+        name: surface.schedule(target, entrant.draft, asked, entrant.block_size, config.batch_size, say)
+        for name, entrant in entrants.items()
+        if entrant.schedule == "confidence"
+    }
+    decoders: dict[str | None, Decode] = {None: _decoder(target, None, sampling)}
+    decoders |= {name: _decoder(target, entrant, sampling, plans.get(name)) for name, entrant in entrants.items()}
     traces = _by_turns(decoders, cases, config, say)
     record = _provenance(target, cases, config, sampling, seed)
     result = {}
     for name, entrant in entrants.items():
         rows, pairs = _rows(target, cases, traces[None], traces[name], greedy=not sampling.temperature)
         own, size = [pair.draft for pair in pairs], entrant.slots
-        values = _metrics(pairs, rows, size, config.bootstrap, seed)
-        if not sampling.temperature:
+        values, scores = _metrics(pairs, rows, size, config.bootstrap, seed), {}
+        if entrant.draft.spec.confidence:
+            scores = confidence_scores(own, size, entrant.draft.spec.confidence_temperatures)
+            values |= {f"confidence_{kind}": float(by_slot[-1]) for kind, by_slot in scores.items()}
+        if not sampling.temperature and name not in plans:
             texts = [(pair.case.ids, pair.target.tokens, pair.draft) for pair in pairs]
             try:
                 values |= offline.agreement(target, entrant.draft, texts, entrant.block_size)
@@ -160,10 +186,46 @@ def evaluate(
             first_failure=metrics.first_failure(own, size).tolist(),
             breakdown=_breakdown(pairs, config.bootstrap, seed),
             prompts=rows,
-            provenance=record | entrant.record(),
+            provenance=record | entrant.record() | ({"round_seconds": plans[name].seconds} if name in plans else {}),
             traces=pairs,
+            confidence={kind: by_slot[:-1].tolist() for kind, by_slot in scores.items()},
         )
     return result
+
+
+def confidence_scores(
+    traces: Sequence[Trace], slots: int, temperatures: Sequence[float] | None
+) -> dict[str, np.ndarray]:
+    """`metrics.confidence_scores` of decoded rounds; of a calibrated draft also `raw_ece`, without its temperatures.
+
+    Args:
+        slots: tokens that a round may commit.
+        temperatures: of the confidence head; None is not calibrated.
+    """
+    logits, accepted = metrics.confidence_items(traces, slots)
+    found = metrics.confidence_scores(reach(logits, temperatures), accepted)
+    if temperatures is not None:
+        found["raw_ece"] = metrics.confidence_scores(reach(logits), accepted)["ece"]
+    return found
+
+
+def calibrate(found: Evaluation) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Temperatures of a draft's confidence head, from whole blocks that were decoded.
+
+    Returns:
+        One a slot, fitted on the later half of the prompts; and the `confidence_scores` with them, of the earlier half.
+
+    Raises:
+        UserError: nothing was decoded in the later half.
+    """
+    slots, halves = len(found.survival) + 1, ([], [])
+    for pair in found.traces:
+        halves[pair.case.prompt >= found.metrics["prompts"] / 2].append(pair.draft)
+    logits, accepted = metrics.confidence_items(halves[1], slots)
+    if not len(logits):
+        raise UserError(f"calibration: expected rounds in both halves of {found.metrics['prompts']} prompts, got none")
+    temperatures = fit_temperatures(logits, accepted)
+    return temperatures, confidence_scores(halves[0], slots, temperatures)
 
 
 def survival_by_domain(evaluation: Evaluation) -> dict[str, list[float]]:
@@ -191,6 +253,8 @@ def describe(evaluation: Evaluation) -> str:
         text = f"{value:.0f}" if name in COUNTS else f"{value:.3f}"
         lines.append(f"{name:28} {text}{_span(values, name)}")
     lines.append(f"{'survival':28} {' '.join(f'{value:.3f}' for value in evaluation.survival)}")
+    for kind, by_slot in evaluation.confidence.items():
+        lines.append(f"{f'confidence {kind} by slot':28} {' '.join(f'{value:.3f}' for value in by_slot)}")
     lines.append(f"{'by':9} {'group':19} {'answers':>7} {'rounds':>7}  acceptance length       speedup")
     for row in evaluation.breakdown:
         names = ("acceptance_length", "speedup")
@@ -216,11 +280,12 @@ def _span(values: Mapping[str, Any], name: str) -> str:
 
 @dataclass(frozen=True)
 class _Entrant:
-    """A draft at a block size."""
+    """A draft at a block size, its blocks verified by a schedule."""
 
     name: str
     draft: Draft
     block_size: int
+    schedule: str
     checkpoint: str | None
 
     @property
@@ -231,28 +296,32 @@ class _Entrant:
     def record(self) -> dict[str, Any]:
         trained = self.draft.spec.block_size
         return {"draft": self.name, "checkpoint": self.checkpoint} | {
-            "block_size": self.block_size, "trained_block_size": trained
+            "block_size": self.block_size, "trained_block_size": trained, "schedule": self.schedule
         }  # fmt: skip
 
 
 def _entrants(
-    drafts: Mapping[str, Draft], checkpoints: Mapping[str, str], block_sizes: Sequence[int] | None
+    drafts: Mapping[str, Draft],
+    checkpoints: Mapping[str, str],
+    block_sizes: Sequence[int] | None,
+    schedules: Sequence[str],
 ) -> dict[str, _Entrant]:
     if too_small := [size for size in block_sizes or () if size < 2]:
         raise UserError(f"block size: expected at least 2 (an anchor and a drafted token), got {too_small[0]}")
-    several = len(block_sizes or ()) > 1
-    return {
-        f"{name} b={size}" if several else name: _Entrant(
-            name, draft, size or draft.spec.block_size, checkpoints.get(name)
-        )
-        for name, draft in drafts.items()
-        for size in block_sizes or (None,)
-    }
+    entrants = {}
+    for (name, draft), size, schedule in product(drafts.items(), block_sizes or (None,), schedules):
+        full = name + (f" b={size}" if len(block_sizes or ()) > 1 else "")
+        full += f" {schedule}" if len(schedules) > 1 else ""
+        entrants[full] = _Entrant(name, draft, size or draft.spec.block_size, schedule, checkpoints.get(name))
+    return entrants
 
 
 def _check(target: Target, entrants: Collection[_Entrant], prompts: Sequence[Prompt], config: EvalConfig) -> None:
     if not entrants or not prompts:
         raise UserError(f"expected at least one draft and one prompt, got {len(entrants)} and {len(prompts)}")
+    for entrant in entrants:
+        if entrant.schedule == "confidence":
+            check_confidence(entrant.draft, entrant.name)
     models = {entrant.name: entrant.draft for entrant in entrants}
     for draft in models.values():
         checkpoint.check_target(draft.spec, target)
@@ -321,14 +390,16 @@ def _by_turns(
     return traces
 
 
-def _decoder(target: Target, entrant: _Entrant | None, sampling: Sampling) -> Decode:
+def _decoder(
+    target: Target, entrant: _Entrant | None, sampling: Sampling, schedule: Schedule | None = None
+) -> Decode:
     """Cases, token limit -> their traces; by the target alone, or with a draft."""
 
     def decode(cases: Sequence[Case], limit: int) -> list[Trace]:
         ids, streams = [case.ids for case in cases], [case.stream for case in cases]
         if entrant is None:
             return decode_target(target, ids, limit, sampling, streams)
-        return decode_speculative(target, entrant.draft, ids, limit, entrant.block_size, sampling, streams)
+        return decode_speculative(target, entrant.draft, ids, limit, entrant.block_size, sampling, streams, schedule)
 
     return decode
 
@@ -405,6 +476,7 @@ def _metrics(
     values |= metrics.call_times(targets, drafts)
     values["speedup_of_calls"] = metrics.speedup_of_calls(values["acceptance_length"], values)
     values["rows_per_call"] = metrics.rows_per_call(drafts)
+    values["verified_tokens"] = metrics.verified_tokens(drafts)
     values["full_block_fraction"] = metrics.full_block_fraction(drafts, block_size)
     values["divergences"] = sum(row.get("divergence") is not None for row in rows)
     values["prompts"] = len({row["prompt"] for row in rows})

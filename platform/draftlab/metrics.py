@@ -15,6 +15,9 @@ import numpy as np
 if TYPE_CHECKING:
     from draftlab.decode import Trace
 
+CALIBRATION_BINS = 10
+"""Of the expected calibration error: equal parts of [0, 1]."""
+
 
 def acceptance_length(traces: Sequence[Trace]) -> float:
     """tau: committed tokens per round, the bonus token included, over all rounds of all prompts.
@@ -47,7 +50,8 @@ def macro_statistic(items: np.ndarray) -> np.ndarray | float:
 def conditional_acceptance(traces: Sequence[Trace], block_size: int) -> np.ndarray:
     """P(slot k is accepted | all slots before it were), over the rounds in which slot k was at stake.
 
-    A slot is not at stake in the round that ends a text when EOS or the limit comes before it (`Round.drafted`).
+    A slot is not at stake in the round that ends a text when EOS or the limit comes before it, nor where a schedule
+    let it not be verified (`Round.drafted`).
 
     Args:
         block_size: B, the block size that the traces were decoded with.
@@ -80,6 +84,7 @@ def survival_curve(passed: np.ndarray, reached: np.ndarray) -> np.ndarray:
 
     The running product of the conditional acceptances (Kaplan-Meier), so that the rounds which end a text count as far
     as they went; without such rounds it is the plain share of rounds with at least k accepted tokens. NaN is unknown.
+    Under a schedule late slots are verified where they are likely, and the curve lies above that of whole blocks.
 
     Args:
         passed, reached: (B-1,) as in `slot_counts`; additive over batches and workers.
@@ -101,7 +106,7 @@ def first_failure(traces: Sequence[Trace], block_size: int) -> np.ndarray:
     """How many rounds failed first at slot 1, 2, .., B-1, and last how many accepted the whole block.
 
     Returns:
-        (B,) int. Rounds that ended a text without a failure are in no bin.
+        (B,) int. Rounds that ended a text, or verified less than the block, without a failure are in no bin.
     """
     drafted, accepted = _rounds(traces)
     failed = accepted[accepted < drafted]
@@ -156,6 +161,12 @@ def speedup_of_calls(acceptance_length: float, times: Mapping[str, float]) -> fl
         times: of `call_times`; what the measured speedup lacks to this value is `commit_ms`.
     """
     return acceptance_length * times["target_ms"] / (times["draft_ms"] + times["verify_ms"])
+
+
+def verified_tokens(traces: Sequence[Trace]) -> float:
+    """Mean drafted tokens that a round verified with something at stake: B-1, less where a text ends or by schedule."""
+    drafted = _rounds(traces)[0]
+    return float(drafted.mean()) if len(drafted) else float("nan")
 
 
 def rows_per_call(traces: Sequence[Trace]) -> float:
@@ -260,6 +271,76 @@ def serving_walk(committed: np.ndarray) -> tuple[int, int]:
         rounds += committed[position] > 0
         position += max(int(committed[position]), 1)  # a place without an anchor is stepped over
     return tokens, int(rounds)
+
+
+def confidence_items(traces: Sequence[Trace], block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """What the confidence head said of each drafted token at stake, and what came of it.
+
+    Returns:
+        (R, B-1) its logits, NaN where a slot was not at stake (or the draft has no such head); (R, B-1) bool, were all
+        drafted tokens up to this one accepted? R rounds of all prompts.
+    """
+    rounds = [r for trace in traces for r in trace.rounds]
+    logits = np.full((len(rounds), block_size - 1), np.nan)
+    for row, r in zip(logits, rounds):
+        row[: len(r.confidence)] = r.confidence
+    accepted = np.array([r.accepted for r in rounds], int)
+    return logits, accepted[:, None] >= np.arange(1, block_size)
+
+
+def confidence_scores(reached: np.ndarray, accepted: np.ndarray) -> dict[str, np.ndarray]:
+    """How true the probabilities are that the first j drafted tokens are all accepted: `ece`, `auc` and `brier`.
+
+    Args:
+        reached: (R, n) the probability, `schedule.reach`; NaN where slot j was not at stake.
+        accepted: (R, n) bool, as in `confidence_items`.
+
+    Returns:
+        (n + 1,) each: slot by slot, and last the mean over the slots, each weighing as many rounds as it was at stake
+        in. NaN is unknown.
+    """
+    known, found = np.isfinite(reached), {}
+    for name, score in {"ece": calibration_error, "auc": area_under_curve, "brier": brier_score}.items():
+        slots = np.array([score(p[k], y[k]) for p, y, k in zip(reached.T, accepted.T, known.T)])
+        weights = known.sum(0) * np.isfinite(slots)
+        mean = np.average(np.nan_to_num(slots), weights=weights) if weights.any() else np.nan
+        found[name] = np.append(slots, mean)
+    return found
+
+
+def calibration_error(probabilities: np.ndarray, outcomes: np.ndarray) -> float:
+    """ECE: how far the mean probability of a bin is from the share of its outcomes that came true, over all bins.
+
+    CALIBRATION_BINS equal bins of [0, 1], each weighing as many outcomes as it has.
+
+    Args:
+        probabilities: (R,) in [0, 1].
+        outcomes: (R,) bool.
+    """
+    if not len(probabilities):
+        return float("nan")
+    bins = np.minimum((probabilities * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
+    excess = np.bincount(bins, probabilities - outcomes, minlength=CALIBRATION_BINS)
+    return float(np.abs(excess).sum() / len(probabilities))
+
+
+def area_under_curve(probabilities: np.ndarray, outcomes: np.ndarray) -> float:
+    """AUC: how often something that came true had a higher probability than something that didn't; ties count half.
+
+    Arguments as in `calibration_error`. NaN where all or none came true.
+    """
+    values, place, count = np.unique(probabilities, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(count) - (count - 1) / 2)[place]  # of ties the middle one
+    true = int(np.sum(outcomes))
+    false = len(outcomes) - true
+    if not true or not false:
+        return float("nan")
+    return float((ranks[outcomes].sum() - true * (true + 1) / 2) / (true * false))
+
+
+def brier_score(probabilities: np.ndarray, outcomes: np.ndarray) -> float:
+    """Mean squared distance of the probabilities from what came true (1) or didn't (0). As `calibration_error`."""
+    return float(np.mean((probabilities - outcomes) ** 2)) if len(probabilities) else float("nan")
 
 
 def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:

@@ -399,7 +399,7 @@ def _surface_figure(frame: pd.DataFrame, compared: Sequence[Mapping[str, Any]]) 
     colors = _colors([name for name, _ in lines])
     for name, some in lines:
         speed.plot(some["block_size"], some["speedup"], color=colors[name], label=name)
-        gain.plot(some["block_size"] - 1, some["slot_gain"], color=colors[name], marker="o", markersize=3)
+        gain.plot(some["drafted_tokens"], some["slot_gain"], color=colors[name], marker="o", markersize=3)
     values, bars = _with_interval(compared, "measured_speedup")
     sizes = [row["block_size"] for row in compared]
     speed.errorbar(
@@ -407,7 +407,10 @@ def _surface_figure(frame: pd.DataFrame, compared: Sequence[Mapping[str, Any]]) 
     )
     speed.axhline(1, color=FADED, linewidth=1.2, linestyle="--")
     gain.axhline(0, color=FADED, linewidth=1.2, linestyle="--")
-    for axis, title, label in ((speed, "Speedup, predicted", "block size"), (gain, "What slot k adds", "slot k")):
+    for axis, title, label in (
+        (speed, "Speedup, predicted", "block size"),
+        (gain, "What the last slot adds", "drafted tokens"),
+    ):
         axis.set_title(title)
         axis.set_xlabel(label)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -13,6 +13,7 @@ from draftlab import decode, metrics
 from draftlab.config import DraftConfig, TargetConfig
 from draftlab.decode import MODES, Sampling, decode_speculative, decode_target
 from draftlab.draft import Draft, adapt
+from draftlab.schedule import Schedule
 from draftlab.target import Target, load_target
 
 Say = Callable[..., None]
@@ -46,23 +47,32 @@ def check_exactly(draws: int, say: Say) -> bool:
         return not right("rejection", "a rule without the residual") and lossless
 
 
-def check_samples(target: Target, draft: Draft, prompt: Sequence[int], draws: int, say: Say) -> bool:
+def check_samples(
+    target: Target, draft: Draft, prompt: Sequence[int], draws: int, say: Say, schedule: Schedule | None = None
+) -> bool:
     """Does speculative decoding write what the target alone writes, as often (two-sample chi-square)?
 
     Args:
         draws: texts of the target alone, and of each mode.
         say: as in check_exactly.
+        schedule: as in decode_speculative.
     """
     say(f"{target.name}: {draws} texts each way", doing="sampling")
     alone = counts(target, None, prompt, draws, 50, Sampling(1.0, seed=1))
-    found = {mode: counts(target, draft, prompt, draws, 50, Sampling(1.0, mode=mode)) for mode in MODES}
+    found = {mode: counts(target, draft, prompt, draws, 50, Sampling(1.0, mode=mode), schedule) for mode in MODES}
     return all(
         [_same(say, f"{mode} against the target alone", map(metrics.two_samples, found[mode], alone)) for mode in MODES]
     )
 
 
 def counts(
-    target: Target, draft: Draft | None, prompt: Sequence[int], draws: int, batch: int, sampling: Sampling
+    target: Target,
+    draft: Draft | None,
+    prompt: Sequence[int],
+    draws: int,
+    batch: int,
+    sampling: Sampling,
+    schedule: Schedule | None = None,
 ) -> np.ndarray:
     """(PLACES, V + 1) how often each token stood at each place; last, how often the text had ended before.
 
@@ -77,7 +87,7 @@ def counts(
         if draft is None:
             traces = decode_target(target, prompts, limit, sampling, streams)
         else:
-            traces = decode_speculative(target, draft, prompts, limit, None, sampling, streams)
+            traces = decode_speculative(target, draft, prompts, limit, None, sampling, streams, schedule)
         for trace in traces:
             result[range(PLACES), (trace.tokens + [target.vocab_size] * PLACES)[:PLACES]] += 1
     return result

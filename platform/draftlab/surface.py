@@ -1,7 +1,8 @@
 """The speed surface: what the calls of a round cost by block size, batch and context, and the speed that follows.
 
-A round at block size b commits 1 + S(1) + .. + S(b-1) tokens, S being the survival curve. With the cost of its calls
-this predicts the speed at every b without decoding at any.
+A round at block size b commits 1 + S(1) + .. + S(b-1) tokens (to S(b) in the layout `next`), S being the survival
+curve. With the cost of its calls this predicts the speed at every b without decoding at any. And it tells a schedule
+what a round costs by its verified length.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from draftlab.decode import Trace, decode_speculative, decode_target
 from draftlab.draft import Draft
+from draftlab.schedule import Schedule
 from draftlab.target import Target
 
 ROUNDS = 16
@@ -32,6 +34,8 @@ class Surface:
     """(block size, batch) -> seconds of the draft's call, of the verification, of the rest of a round."""
     target: dict[tuple[int, int], float]
     """(batch, context) -> seconds of the target's call for one token a row."""
+    first_slot: int = 1
+    """The draft's first drafted slot: a block of b tokens drafts b - first_slot."""
 
     @property
     def batches(self) -> list[int]:
@@ -42,6 +46,16 @@ class Surface:
         """Seconds of a round; between measured block sizes on a straight line."""
         known = sorted((size, sum(parts)) for (size, of), parts in self.rounds.items() if of == batch)
         return float(np.interp(block_size, *zip(*known)))
+
+    def seconds_by_length(self, block_size: int, batch: int) -> list[float]:
+        """Seconds of a round that drafts blocks of a measured size, and verifies 0, 1, .. all of what it drafts.
+
+        Nothing to verify costs the target's call for one token; between measured lengths on a straight line.
+        """
+        draft, _, _ = self.rounds[block_size, batch]
+        known = {size - self.first_slot: sum(parts[1:]) for (size, of), parts in self.rounds.items() if of == batch}
+        lengths, seconds = zip(*sorted({0: self.target_seconds(batch), **known}.items()))
+        return (draft + np.interp(range(block_size - self.first_slot + 1), lengths, seconds)).tolist()
 
     def target_seconds(self, batch: int, context: int | None = None) -> float:
         """Seconds of the target's call; between measured context lengths on a straight line."""
@@ -78,13 +92,38 @@ def measure(
                 alone.setdefault((batch, value), []).append(sum(trace.seconds for trace in traces) / max(steps, 1))
             else:
                 traces = decode_speculative(target, draft, _prompts(texts, batch, middle), value + ROUNDS, value)
-                rounds.setdefault((value, batch), []).extend(_whole_rounds(traces, value, batch))
+                rounds.setdefault((value, batch), []).extend(
+                    _whole_rounds(traces, value - draft.spec.first_slot, batch)
+                )
         say(f"timed batch {batch} at block sizes {', '.join(map(str, block_sizes))}", doing="timing calls")
     return Surface(
         middle,
         {cell: tuple(np.mean(seconds, axis=0).tolist()) for cell, seconds in rounds.items()},
         {cell: float(np.mean(seconds)) for cell, seconds in alone.items()},
+        draft.spec.first_slot,
     )
+
+
+def schedule(
+    target: Target,
+    draft: Draft,
+    texts: Sequence[Sequence[int]],
+    block_size: int,
+    batch: int,
+    say: Callable[..., None],
+) -> Schedule:
+    """The schedule of a draft's rounds, by what they cost here and now.
+
+    Args:
+        texts: token ids; rounds are timed behind as many tokens as the middle one has.
+        block_size: that is decoded with.
+        batch: most rows of a call; timed are this and 1.
+    """
+    room = min(target.max_positions, draft.spec.max_position_embeddings) - block_size - ROUNDS
+    context = max(1, min(sorted(map(len, texts))[len(texts) // 2], room))
+    sizes, batches = sorted({2, (2 + block_size) // 2, block_size}), sorted({1, batch})
+    found = measure(target, draft, texts, sizes, batches, [context], say)
+    return Schedule({rows: found.seconds_by_length(block_size, rows) for rows in batches})
 
 
 def _prompts(texts: Sequence[Sequence[int]], batch: int, length: int) -> list[list[int]]:
@@ -93,18 +132,18 @@ def _prompts(texts: Sequence[Sequence[int]], batch: int, length: int) -> list[li
     return [(ids * -(-length // len(ids)))[: max(1, length - row)] for row, ids in enumerate(rows)]
 
 
-def _whole_rounds(traces: Sequence[Trace], block_size: int, batch: int) -> list[tuple[float, float, float]]:
+def _whole_rounds(traces: Sequence[Trace], drafted: int, batch: int) -> list[tuple[float, float, float]]:
     """Seconds of the calls of rounds with whole blocks of the whole batch; of any round where texts end too early."""
     every = [r for trace in traces for r in trace.rounds]
     later = [r for trace in traces for r in trace.rounds[WARM_UP_ROUNDS:]]
-    whole = [r for r in later if r.drafted == block_size - 1 and r.rows == batch] or later or every
+    whole = [r for r in later if r.drafted == drafted and r.rows == batch] or later or every
     return [(r.draft_seconds * r.rows, r.verify_seconds * r.rows, r.commit_seconds * r.rows) for r in whole]
 
 
 def predict(
     surface: Surface, survival: Sequence[float], batch: int, context: int | None = None
 ) -> list[dict[str, Any]]:
-    """The speed at every block size from the smallest measured to the survival curve's; for drafts of layout `same`.
+    """The speed at every block size from the smallest measured to the survival curve's.
 
     Args:
         survival: S(k), k = 1.., as `metrics.survival`; what was never reached counts as 0.
@@ -113,19 +152,20 @@ def predict(
     Returns:
         A row a block size b: `acceptance_length`, `tokens_per_second` of the whole batch, `speedup` over the target's
         own decoding of that batch, `break_even` (the tokens per round at which the speedup is 1), `slot_gain` (what the
-        last slot adds to the speedup: it pays where that is above 0).
+        last slot adds to the speedup: it pays where that is above 0), `drafted_tokens` of a block.
     """
     alone = surface.target_seconds(batch, context)
     smallest = min(size for size, of in surface.rounds if of == batch)
-    rows, before = [], 1.0 if smallest == 2 else np.nan  # one token a call: the target alone
-    for size in range(smallest, len(survival) + 2):
-        length = 1 + float(np.nansum(survival[: size - 1]))
+    first = surface.first_slot
+    rows, before = [], 1.0 if smallest - first == 1 else np.nan  # without a drafted token: the target alone
+    for size in range(smallest, len(survival) + first + 1):
+        length = 1 + float(np.nansum(survival[: size - first]))
         seconds = surface.round_seconds(size, batch)
         speedup = length * alone / seconds
         rows.append({
             "block_size": size, "batch_size": batch, "acceptance_length": length,
             "tokens_per_second": batch * length / seconds, "speedup": speedup,
-            "break_even": seconds / alone, "slot_gain": speedup - before,
+            "break_even": seconds / alone, "slot_gain": speedup - before, "drafted_tokens": size - first,
         })  # fmt: skip
         before = speedup
     return rows

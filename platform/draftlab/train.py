@@ -93,6 +93,8 @@ def prepare(runs: dict[str, Run], say: Callable[..., None]) -> Prepared:
                     f"draft.block_size: expected at most corpus.max_length={run.corpus.max_length}, "
                     f"got {run.draft.block_size}"
                 )
+            if run.eval.schedule == "confidence" and not run.draft.confidence:
+                raise UserError("eval.schedule=confidence: needs draft.confidence=true, got false")
             layers.update(adapt(shape, run.draft, mask_token_id=0).target_layer_ids)
             check_vocabulary(run.loss, run.draft.vocab or shape.vocab_size)
         except UserError as error:

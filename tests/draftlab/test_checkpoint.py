@@ -136,6 +136,45 @@ def test_a_dspark_draft_is_written_in_its_authors_form_and_comes_back(tmp_path, 
     assert names == expected
 
 
+def test_a_calibrated_draft_is_a_copy_with_its_temperatures(tmp_path):
+    draft = little_draft(variant="dspark", confidence=True)
+    checkpoint.save(tmp_path / "plain", draft, RUN, TARGET)
+    checkpoint.save_calibrated(tmp_path / "new" / "one", tmp_path / "plain", [0.5, 2.0])
+    (plain, before), (loaded, after) = (checkpoint.load(tmp_path / name) for name in ("plain", "new/one"))
+    assert plain.spec.confidence_temperatures is None and loaded.spec.confidence_temperatures == (0.5, 2.0)
+    assert loaded.spec == dataclasses.replace(plain.spec, confidence_temperatures=(0.5, 2.0))
+    assert all(weight.equal(loaded.state_dict()[name]) for name, weight in plain.state_dict().items())
+    assert (after.run, after.provenance) == (before.run, before.provenance) and after.hash != before.hash
+    data, other = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("plain", "new/one"))
+    assert {**data, "confidence_temperatures": [0.5, 2.0]} == other
+    checkpoint.save(tmp_path / "again", loaded, RUN, TARGET)
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == other
+
+
+def test_a_calibrated_draft_in_several_files_is_copied_whole(tmp_path):
+    checkpoint.save(tmp_path / "plain", little_draft(variant="dspark", confidence=True), RUN, TARGET)
+    cut(tmp_path / "plain")
+    checkpoint.save_calibrated(tmp_path / "new", tmp_path / "plain", [2.0])
+    assert checkpoint.load(tmp_path / "new")[0].spec.confidence_temperatures == (2.0,)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"confidence_temperatures": [1.0], "enable_confidence_head": False}, "belong to an enable_confidence_head"),
+        ({"confidence_temperatures": []}, "confidence_temperatures must be a list"),
+        ({"confidence_temperatures": 2.0}, "confidence_temperatures must be a list"),
+        ({"confidence_temperatures": [1.0, 0]}, "confidence_temperatures must be a positive number, got 0"),
+        ({"confidence_temperatures": [1.0, "x"]}, "confidence_temperatures must be a positive number"),
+    ],
+)
+def test_temperatures_that_cannot_be_are_refused(change, said):
+    with pytest.raises(UserError, match=said):
+        checkpoint.spec_from_json(
+            {**PUBLISHED, "architectures": ["Qwen3DSparkModel"], "enable_confidence_head": True, **change}
+        )
+
+
 @pytest.mark.parametrize(
     "change, said",
     [

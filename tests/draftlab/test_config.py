@@ -137,6 +137,7 @@ WRONG = [
     "loss.l1=some",
     "loss.top_k=0",
     "loss.positions=late",
+    "eval.schedule=true",
     "corpus.heldout=0",
     "corpus.heldout=1",
     "target.model=8",

@@ -1,22 +1,27 @@
 """Speculative decoding against the target alone, against transformers' `generate`, and against an independent oracle
 that keeps no cache and recomputes everything in every round, written from the definition of a round."""
 
+import copy
 import dataclasses
 import random
 import time
+from itertools import zip_longest
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import LlamaConfig, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from draftlab import decode, metrics
+from draftlab import decode, metrics, schedule
+from draftlab.cache import KVCache
 from draftlab.config import DraftConfig, TargetConfig
 from draftlab.decode import Sampling, decode_speculative, decode_target, generate
 from draftlab.draft import Draft, adapt
 from draftlab.errors import UserError
-from draftlab.target import layer_output_index, load_target
+from draftlab.init import initialise
+from draftlab.schedule import Schedule, reach
+from draftlab.target import Ends, Head, layer_output_index, load_target
 
 LAYERS = (0, 2)
 LIMIT = 32
@@ -705,7 +710,7 @@ def dspark_draft(target, kind):
     size = 7
     config = DraftConfig(
         block_size=size, num_hidden_layers=2, target_layer_ids=list(LAYERS), variant="dspark", markov_head=kind,
-        markov_rank=16,
+        markov_rank=16, confidence=True,
     )
     draft = Draft(adapt(target.config, config, target.mask_token_id))
     draft.reset(0)
@@ -727,7 +732,19 @@ def dspark_draft(target, kind):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    opinionated(draft)
     return draft.eval()
+
+
+def opinionated(draft):
+    """Give a confidence head, which learns nothing here, opinions that vary with the state and the token before."""
+    with torch.no_grad():
+        weight = torch.randn(draft.confidence_head.proj.weight.shape, generator=torch.Generator().manual_seed(3))
+        vector = draft.markov_head.markov_w1.weight.std() if draft.spec.markov_head else 1.0
+        weight[:, : draft.spec.hidden_size] *= 0.15
+        weight[:, draft.spec.hidden_size :] *= 0.5 / vector
+        draft.confidence_head.proj.weight.copy_(weight)
+        draft.confidence_head.proj.bias.fill_(1.0)
 
 
 def token_by_token(target, draft, size):
@@ -776,14 +793,196 @@ def test_a_dspark_batch_writes_what_each_prompt_alone_writes(endless, dspark):
             assert alone.tokens == together[row].tokens and rounds_of(alone) == rounds_of(together[row])
 
 
-def test_texts_sampled_with_a_dspark_draft_are_distributed_as_the_targets(endless, dspark):
-    prompt, draws = prompts(endless, 1)[0], 3000
-    ours = decode_speculative(endless, dspark, [prompt] * draws, 5, 3, FLAT)
+@pytest.mark.parametrize("draws, batch", [(3000, 3000), (1000, 20)], ids=["whole blocks", "by schedule"])
+def test_texts_sampled_with_a_dspark_draft_are_distributed_as_the_targets(endless, dspark, draws, batch):
+    """All at once, or in batches that are small enough for a schedule to choose."""
+    prompt, ours = prompts(endless, 1)[0], []
+    plan = None if batch == draws else PLAN
+    for start in range(0, draws, batch):
+        streams = range(start, start + batch)
+        ours += decode_speculative(endless, dspark, [prompt] * batch, 5, 3, FLAT, streams, plan)
     theirs = decode_target(endless, [prompt] * draws, 5, Sampling(1.0, seed=1))
     for place in range(1, 5):
         counts = (np.bincount([t.tokens[place] for t in some], minlength=300) for some in (ours, theirs))
         assert metrics.two_samples(*counts) > 0.001
-    assert metrics.acceptance_length(ours) > 1.05, "a draft that is never accepted tests little"
+    assert metrics.acceptance_length(ours) > 1.02, "a draft that is never accepted tests little"
+
+
+# ---- the confidence head and its schedule
+
+
+PLAN = Schedule({1: [1.0, 1.4, 1.7, 2.0, 2.3, 2.6, 2.9, 3.2, 3.5, 3.8]})
+"""Rounds in which a drafted token has to be likely to be worth its verification, whatever the number of rows."""
+
+
+def test_rounds_keep_the_confidence_in_what_was_drafted(endless, dspark):
+    """Recomputed without a cache: the head at each slot's state and the draft's own token before it."""
+    prompt = prompts(endless, 3)[2]
+    trace = speculate(endless, dspark, prompt, LIMIT)
+    text, size = prompt + trace.tokens[:1], dspark.spec.block_size
+    propose = token_by_token(endless, dspark, size)
+    for each in trace.rounds:
+        features = recomputed(endless, text)[1][:-1]
+        tokens = [text[-1], *propose(text, features)]
+        block = torch.tensor([text[-1]] + [dspark.spec.mask_token_id] * (size - 1))
+        padded = torch.cat([features, torch.zeros_like(features[:1])])[None]
+        with torch.no_grad():
+            hidden = dspark(padded, endless.ends.embedding(block)[None, None], torch.tensor([[len(text) - 1]]))[0, 0]
+            expected = dspark.confidence(hidden, torch.tensor(tokens[:-1]))
+        assert len(each.confidence) == each.drafted
+        np.testing.assert_allclose(each.confidence, expected[: each.drafted], atol=1e-3, rtol=1e-3)
+        text += trace.tokens[len(text) - len(prompt) :][: each.committed]
+    assert np.std([logit for r in trace.rounds for logit in r.confidence]) > 0.5, "a head without opinions tests little"
+
+
+def test_without_a_confidence_head_there_is_no_confidence_and_no_schedule(endless, learnt_draft):
+    prompt = prompts(endless, 1)[0]
+    assert {r.confidence for r in speculate(endless, learnt_draft, prompt, 12).rounds} == {()}
+    with pytest.raises(UserError, match="eval.schedule=confidence: needs draft.confidence=true"):
+        decode_speculative(endless, learnt_draft, [prompt], 12, schedule=PLAN)
+
+
+def test_a_schedule_verifies_what_its_rule_says_and_no_more(endless, dspark, monkeypatch):
+    """Calibrated, in a batch: as many positions as the rule admits for all rows together go through the target."""
+    dspark = copy.copy(dspark)
+    dspark.spec = dataclasses.replace(dspark.spec, confidence_temperatures=(2.0, 0.5))
+    forward, length, verified, chosen = endless.forward, Schedule.length, [], []
+
+    def watched(ids, *rest):
+        verified.append(ids.shape[1])
+        return forward(ids, *rest)
+
+    def asked(plan, reached, stake):
+        chosen.append((reached, list(stake), length(plan, reached, stake)))
+        return chosen[-1][2]
+
+    monkeypatch.setattr(endless, "forward", watched)
+    monkeypatch.setattr(Schedule, "length", asked)
+    traces = decode_speculative(endless, dspark, prompts_of_all_lengths(endless), LIMIT, schedule=PLAN)
+    assert verified[1:] == [1 + length for *_, length in chosen]
+    calls = [list(filter(None, some)) for some in zip_longest(*(trace.rounds for trace in traces))]
+    assert len(calls) == len(chosen)
+    for rounds, (reached, stake, length) in zip(calls, chosen):
+        assert len(reached) == len(rounds) == rounds[0].rows
+        assert sorted(min(own, length) for own in stake) == sorted(r.drafted for r in rounds)
+        by_confidence = [reach(np.array(r.confidence), (2.0, 0.5)).tolist() for r in rounds]
+        assert sorted(by_confidence) == sorted(row[: min(own, length)].tolist() for row, own in zip(reached, stake))
+    assert len({length for *_, length in chosen}) > 2, "a schedule that always says the same tests little"
+
+
+def test_a_schedule_saves_verification_and_keeps_the_text(endless, dspark):
+    asked = prompts(endless, 4)
+    whole, planned = ([decode_speculative(endless, dspark, [p], LIMIT, schedule=s)[0] for p in asked]
+                      for s in (None, PLAN))  # fmt: skip
+    assert [t.tokens for t in planned] == [t.tokens for t in whole] == [generate(endless, p, LIMIT) for p in asked]
+    assert 0 < metrics.verified_tokens(planned) < metrics.verified_tokens(whole)
+
+
+VARIANTS = {
+    "dflash": {}, "dflare": {"variant": "dflare"}, "gated": {"variant": "gated"}, "a reduced vocabulary": {"vocab": 90},
+    "dspark without a Markov head": {"variant": "dspark", "confidence": True},
+    **{f"dspark, {kind}": {"variant": "dspark", "markov_head": kind, "markov_rank": 16, "confidence": True}
+       for kind in ("vanilla", "gated", "rnn")},
+    "dspark with a reduced vocabulary":
+        {"variant": "dspark", "markov_head": "vanilla", "markov_rank": 16, "confidence": True, "vocab": 90},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_fifty_prompts_are_lossless_with_every_variant_whole_or_by_schedule(target, name):
+    chosen = DraftConfig(block_size=5, num_hidden_layers=2, target_layer_ids=list(LAYERS), **VARIANTS[name])
+    draft, asked = Draft(adapt(target.config, chosen, target.mask_token_id)), prompts(target, 50)
+    initialise(draft, target, "target_layers", 0, torch.tensor([asked[0]]))
+    if chosen.vocab is not None:
+        draft.set_vocabulary(torch.arange(40, 40 + chosen.vocab))
+    if chosen.confidence:
+        opinionated(draft)
+    expected = [t.tokens for t in decode_target(target, asked, 20)]
+    assert expected[:5] == [generate(target, prompt, 20) for prompt in asked[:5]]
+    for schedule in (None, PLAN)[: 1 + chosen.confidence]:
+        traces = [
+            trace for at in range(0, 50, 10)
+            for trace in decode_speculative(target, draft.eval(), asked[at : at + 10], 20, schedule=schedule)
+        ]  # fmt: skip
+        assert [t.tokens for t in traces] == expected
+        drafted = {r.drafted for t in traces for r in t.rounds[:-6]}
+        assert schedule is None or len(drafted) > 2
+    assert metrics.acceptance_length(traces) > 1, "a draft that is never accepted tests little"
+
+
+class Chain:
+    """A target of four tokens whose next token hangs on the last one alone: its texts have known probabilities."""
+
+    device, dtype, vocab_size, max_positions, eos_token_ids = torch.device("cpu"), torch.float32, 4, 99, frozenset()
+    config = LlamaConfig(hidden_size=4, num_attention_heads=1, num_hidden_layers=1)
+    table = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.2, 0.2, 0.3, 0.3], [0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.4, 0.1]])
+    ends = Ends(torch.nn.Embedding.from_pretrained(torch.eye(4)), Head(table.log().T.contiguous()))
+
+    def forward(self, ids, cache, layer_ids=()):
+        cache.layers[0].length += ids.shape[1]
+        return self.ends.embedding(ids), self.ends.embedding(ids)
+
+
+class ChainDraft:
+    """Drafts with the chain's own probabilities, but for a share of errors. After tokens 0 and 1 it is sure."""
+
+    spec = dataclasses.replace(
+        adapt(LlamaConfig(vocab_size=4, hidden_size=4, num_attention_heads=1, num_hidden_layers=4,
+                          rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+              DraftConfig(block_size=3, num_hidden_layers=1, target_layer_ids=[0]), 3),
+        label_layout="next", variant="dspark", markov_head="vanilla", markov_rank=4, confidence=True,
+    )  # fmt: skip
+
+    def __init__(self):
+        self.markov_head = self
+
+    def head(self, head):
+        return head
+
+    def start(self, max_length, batch=1):
+        return KVCache(self.spec, batch, max_length, dtype=torch.float32, device="cpu")
+
+    def extend(self, cache, features):
+        cache.layers[0].length += features.shape[1]
+
+    def propose(self, cache, embeds):
+        return torch.zeros_like(embeds)
+
+    def step(self, hidden, previous, state):
+        return F.one_hot(previous, 4).float(), None
+
+    def logits(self, head, hidden, latent):
+        return (0.8 * head.logits(latent).softmax(-1) + 0.05).log()
+
+    def confidence(self, hidden, previous):
+        return torch.where(previous < 2, 3.0, -3.0)
+
+
+def peeking(reached, stake, seconds):
+    """The rule without its early stop."""
+    tokens = [len(reached) + reached[:, :length].sum() for length in range(reached.shape[1] + 1)]
+    return int(np.argmax(np.array(tokens) / seconds[: len(tokens)]))
+
+
+def texts_of_the_chain(rule, monkeypatch, seconds, draws=700):
+    """The p-value of the texts' next three tokens after a prompt, under a rule of the verified length."""
+    monkeypatch.setattr(schedule, "verified_length", rule)
+    counts, q = np.zeros((4, 4, 4)), Chain.table.double().numpy()
+    for stream in range(draws):
+        plan = Schedule({1: seconds})
+        (trace,) = decode_speculative(Chain(), ChainDraft(), [[0]], 5, None, FLAT, [stream], plan)
+        counts[tuple(trace.tokens[:3])] += 1
+    expected = draws * q[0][:, None, None] * q[:, :, None] * q[None]
+    return metrics.chi_square(counts.ravel(), expected.ravel())
+
+
+@pytest.mark.parametrize("seconds", [[1.0, 1.6, 2.0, 2.4], [1.0, 2.05, 2.2, 2.3]])
+def test_texts_under_a_schedule_that_stops_early_are_distributed_as_the_targets(monkeypatch, seconds):
+    assert texts_of_the_chain(schedule.verified_length, monkeypatch, seconds) > 0.001
+
+
+def test_texts_under_one_that_looks_at_later_tokens_are_not(monkeypatch):
+    assert texts_of_the_chain(peeking, monkeypatch, [1.0, 2.05, 2.2, 2.3]) < 1e-6
 
 
 # ---- a reduced draft vocabulary

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from draftlab.config import DraftConfig, EvalConfig, Run, TargetConfig
 from draftlab.decode import decode_target
 from draftlab.draft import Draft, adapt
 from draftlab.errors import UserError
+from draftlab.init import initialise
 from draftlab.prompts import Prompt
+from draftlab.schedule import Schedule, fit_temperatures, reach
 from draftlab.target import load_target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -289,6 +292,86 @@ def test_one_draft_is_decoded_at_each_block_size(target):
         evaluation.evaluate(target, drafts, prompts(), QUICK, quiet, block_sizes=[4, 1])
 
 
+def sure_draft(target, temperatures=None):
+    """A DSpark draft that is right now and then, and whose confidence head has opinions."""
+    heads = {"variant": "dspark", "markov_head": "vanilla", "markov_rank": 8, "confidence": True}
+    shape = DraftConfig(block_size=4, num_hidden_layers=1, target_layer_ids=[0, 2], **heads)
+    made = Draft(replace(adapt(target.config, shape, target.mask_token_id), confidence_temperatures=temperatures))
+    initialise(made, target, "target_layers", 0, torch.tensor([ids(target, prompts(1)[0])]))
+    torch.manual_seed(0)
+    torch.nn.init.normal_(made.confidence_head.proj.weight, std=0.2)
+    return made.eval()
+
+
+def test_a_confidence_head_is_scored_slot_by_slot_calibrated_or_not(target):
+    drafts = {"raw": sure_draft(target), "calibrated": sure_draft(target, (3.0, 0.5, 2.0, 1.0))}
+    found = evaluation.evaluate(target, drafts, prompts(5), QUICK, quiet)
+    logits, accepted = metrics.confidence_items([pair.draft for pair in found["raw"].traces], 5)
+    raw = metrics.confidence_scores(reach(logits), accepted)
+    told = metrics.confidence_scores(reach(logits, (3.0, 0.5, 2.0, 1.0)), accepted)
+    for name, scores in (("raw", raw), ("calibrated", told)):
+        for kind in ("ece", "auc", "brier"):
+            assert found[name].confidence[kind] == pytest.approx(scores[kind][:-1], nan_ok=True)
+            assert found[name].metrics[f"confidence_{kind}"] == pytest.approx(scores[kind][-1], nan_ok=True)
+    assert found["calibrated"].metrics["confidence_raw_ece"] == found["raw"].metrics["confidence_ece"]
+    assert "confidence_raw_ece" not in found["raw"].metrics
+    said = evaluation.describe(found["raw"])
+    assert re.search(r"confidence ece by slot +(\d\.\d{3} ?){4}\n", said) and "confidence_brier" in said
+    plain = evaluation.evaluate(target, {"a": draft(target)}, prompts(1), QUICK, quiet)["a"]
+    assert plain.confidence == {} and not any(name.startswith("confidence") for name in plain.metrics)
+
+
+def test_a_calibration_is_fitted_on_the_later_prompts_and_scored_on_the_earlier(target):
+    found = evaluation.evaluate(target, {"a": sure_draft(target)}, prompts(7), QUICK, quiet)["a"]
+    temperatures, scores = evaluation.calibrate(found)
+    later = metrics.confidence_items([p.draft for p in found.traces if p.case.prompt >= 4], 5)
+    logits, accepted = metrics.confidence_items([p.draft for p in found.traces if p.case.prompt < 4], 5)
+    assert temperatures == fit_temperatures(*later)
+    assert scores["ece"] == pytest.approx(
+        metrics.confidence_scores(reach(logits, temperatures), accepted)["ece"], nan_ok=True
+    )
+    assert scores["raw_ece"] == pytest.approx(metrics.confidence_scores(reach(logits), accepted)["ece"], nan_ok=True)
+    alone = evaluation.evaluate(target, {"a": sure_draft(target)}, prompts(2), QUICK, quiet)["a"]
+    with pytest.raises(UserError, match="in both halves of 2 prompts"):
+        evaluation.calibrate(replace(alone, traces=alone.traces[:1]))
+
+
+def test_one_draft_is_decoded_by_each_schedule(target, monkeypatch):
+    plan, asked = Schedule({1: [1.0, 1.4, 1.7, 2.0, 2.3]}), []
+
+    def measured(*arguments):
+        asked.append(arguments[2:5])
+        return plan
+
+    monkeypatch.setattr(evaluation.surface, "schedule", measured)
+    found = evaluation.evaluate(
+        target, {"a": sure_draft(target)}, prompts(4), QUICK, quiet, schedules=["fixed", "confidence"]
+    )
+    assert list(found) == ["a fixed", "a confidence"]
+    assert asked == [([ids(target, prompt) for prompt in prompts(4)], 4, 1)]
+    fixed, planned = found.values()
+    assert planned.metrics["verified_tokens"] < fixed.metrics["verified_tokens"] < 4
+    assert planned.metrics["divergences"] == fixed.metrics["divergences"] == 0
+    assert (fixed.provenance["schedule"], planned.provenance["schedule"]) == ("fixed", "confidence")
+    assert planned.provenance["round_seconds"] == plan.seconds and "round_seconds" not in fixed.provenance
+    assert fixed.metrics["walk_agreement"] == 1 and "walk_agreement" not in planned.metrics
+
+
+def test_a_schedule_is_measured_on_the_machine(target):
+    settings = QUICK.model_copy(update={"schedule": "confidence", "batch_size": 2})
+    found = evaluation.evaluate(target, {"a": sure_draft(target)}, prompts(3), settings, quiet)["a"]
+    seconds = found.provenance["round_seconds"]
+    assert set(seconds) == {1, 2} and all(len(costs) == 5 and min(costs) > 0 for costs in seconds.values())
+    assert found.metrics["divergences"] == 0
+
+
+def test_a_schedule_without_a_confidence_head_is_refused(target, no_decoding):
+    settings = QUICK.model_copy(update={"schedule": "confidence"})
+    words = "eval.schedule=confidence: needs draft.confidence=true, but plain has no confidence head"
+    with pytest.raises(UserError, match=words):
+        evaluation.evaluate(target, {"a": sure_draft(target), "plain": draft(target)}, prompts(), settings, quiet)
+
+
 @pytest.mark.parametrize("mode", ["rejection", "greedy_draft"])
 def test_a_sampled_evaluation_names_its_protocol_repeats_and_counts_no_divergences(target, mode):
     settings = QUICK.model_copy(update={"temperature": 1.0, "top_p": 0.9, "mode": mode})
@@ -397,6 +480,16 @@ def saved(target, tmp_path):
     return tmp_path / "step"
 
 
+@pytest.fixture()
+def saved_sure(target, tmp_path):
+    """A DSpark draft's checkpoint."""
+    heads = ["draft.variant=dspark", "draft.markov_head=vanilla", "draft.markov_rank=8", "draft.confidence=true"]
+    heads += ["loss.confidence=1", "features.last_hidden=true", "draft.target_layer_ids=[0,2]", "seed=5"]
+    run = config.load(config.CONFIGS / "tiny.yaml", heads)
+    checkpoint.save(tmp_path / "sure", sure_draft(target), run, {"name": "tiny", "revision": None, "fingerprint": "x"})
+    return tmp_path / "sure"
+
+
 def script(name):
     spec = importlib.util.spec_from_file_location(name, ROOT / "evals" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
@@ -463,6 +556,53 @@ def test_the_compare_script_says_no_difference_of_a_checkpoint_and_itself(saved,
     assert Path("out/verdicts.png").exists() and len(lines) == 1 + 2 * len(evaluation.MEASURES)
     with pytest.raises(UserError, match="at least two"):
         script("compare")(["--ckpt", str(saved)])
+
+
+def test_the_compare_script_sets_schedules_against_each_other(saved_sure, saved, outputs, monkeypatch, capsys):
+    monkeypatch.chdir(outputs.parent)
+    arguments = ["--prompts", "humaneval:2", "--schedules", "fixed,confidence", "eval.max_new_tokens=8"]
+    assert script("compare")(["--ckpt", str(saved_sure), *arguments, "--out", "out", "eval.bootstrap=100"]) == 0
+    assert re.search(r"against sure fixed\n(.*\n)+ *sure confidence +speedup ", capsys.readouterr().out)
+    assert len(Path("out/verdicts.csv").read_text().splitlines()) == 1 + 2 * len(evaluation.MEASURES)
+    with pytest.raises(UserError, match="eval.schedule=confidence: needs draft.confidence=true, but step"):
+        script("compare")(["--ckpt", str(saved), *arguments, "--out", "other"])
+    with pytest.raises(UserError, match="eval.schedule: input should be 'fixed' or 'confidence', got 'late'"):
+        script("compare")(["--ckpt", str(saved_sure), "--schedules", "fixed,late"])
+
+
+def test_the_calibrate_script_writes_a_draft_that_the_others_take(saved_sure, saved, outputs, monkeypatch, capsys):
+    monkeypatch.chdir(outputs.parent)
+    arguments = ["--prompts", "humaneval:4", "eval.max_new_tokens=8", "eval.bootstrap=100"]
+    assert script("calibrate")(["--ckpt", str(saved_sure), "--out", "sure2", *arguments]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"temperature( +\d+\.\d{3}){4}\n", said) and re.search(r"raw_ece( +\d\.\d{3}){5}\n", said)
+    made, _ = checkpoint.load(Path("sure2"))
+    assert len(made.spec.confidence_temperatures) == 4
+    arguments += ["eval.schedule=confidence", "--out", "out"]
+    assert script("acceptance")(["--ckpt", "sure2", *arguments]) == 0
+    (results,) = json.loads(Path("out/results.json").read_text()).values()
+    assert results["provenance"]["schedule"] == "confidence" and set(results["provenance"]["round_seconds"]) == {"1"}
+    assert {"ece", "auc", "brier", "raw_ece"} == set(results["confidence"])
+    with pytest.raises(UserError, match="expected a draft with a confidence head"):
+        script("calibrate")(["--ckpt", str(saved), "--out", "other", "--prompts", "humaneval:2"])
+    with pytest.raises(UserError, match="sure2: is there already"):
+        script("calibrate")(["--ckpt", str(saved_sure), "--out", "sure2"])
+
+
+def test_the_surface_script_takes_a_draft_of_the_layout_next(saved_sure, outputs, monkeypatch):
+    monkeypatch.chdir(outputs.parent)
+    small = ["--block-sizes", "2,4", "--batches", "1", "--contexts", "8", "--prompts", "humaneval:2", "--out", "out"]
+    assert script("speed_surface")(["--ckpt", str(saved_sure), *small, "eval.max_new_tokens=8"]) == 0
+    rows = [line.split(",") for line in Path("out/surface.csv").read_text().splitlines()]
+    column = rows[0].index("drafted_tokens")
+    assert [(row[1], row[column]) for row in rows[1:4]] == [("2", "2"), ("3", "3"), ("4", "4")]
+
+
+def test_the_losslessness_script_decodes_by_schedule(saved_sure, outputs, monkeypatch, capsys):
+    monkeypatch.chdir(outputs.parent)
+    arguments = ["--ckpt", str(saved_sure), "--prompts", "humaneval:2", "--draws", "0", "--samples", "100"]
+    assert script("losslessness")([*arguments, "eval.max_new_tokens=8", "eval.schedule=confidence"]) == 0
+    assert "0 diverge" in capsys.readouterr().out
 
 
 def test_the_surface_script_sets_prediction_beside_measurement(saved, outputs, monkeypatch, capsys):

@@ -310,3 +310,82 @@ def test_rare_cells_count_as_one_and_the_impossible_is_caught():
 def test_the_macro_figure_is_a_mean_over_prompts_however_many_turns_they_have():
     items = np.array([[8.0, 2.0], [1.0, 1.0], [0.0, 0.0]])  # tau 4 over two turns, tau 1, and no round at all
     assert metrics.macro_statistic(items) == 2.5
+
+
+# ---- the confidence head
+
+
+def calibration_error(probabilities, outcomes):
+    """Bin by bin, by comparing with the bins' edges."""
+    error = 0.0
+    for b in range(10):
+        inside = [i for i, p in enumerate(probabilities) if b / 10 <= p < (b + 1) / 10 or (b == 9 and p == 1)]
+        if inside:
+            mean = sum(probabilities[i] for i in inside) / len(inside)
+            error += len(inside) / len(probabilities) * abs(mean - sum(outcomes[i] for i in inside) / len(inside))
+    return error
+
+
+def area_under_curve(probabilities, outcomes):
+    """All pairs of a true and a false one."""
+    wins = [(p > q) + (p == q) / 2 for p, y in zip(probabilities, outcomes) if y
+            for q, z in zip(probabilities, outcomes) if not z]  # fmt: skip
+    return sum(wins) / len(wins)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_scores_of_a_probability_equal_plain_loops(seed):
+    rng = random.Random(seed)
+    probabilities = [rng.choice([rng.random(), 0.0, 1.0, 0.35]) for _ in range(80)]
+    outcomes = [rng.random() < p**2 or rng.random() < 0.1 for p in probabilities]
+    found = np.array(probabilities), np.array(outcomes)
+    assert metrics.calibration_error(*found) == pytest.approx(calibration_error(probabilities, outcomes), abs=1e-12)
+    assert metrics.area_under_curve(*found) == pytest.approx(area_under_curve(probabilities, outcomes), abs=1e-12)
+    squares = [(p - y) ** 2 for p, y in zip(probabilities, outcomes)]
+    assert metrics.brier_score(*found) == pytest.approx(sum(squares) / 80, abs=1e-12)
+
+
+def test_scores_of_hand_made_probabilities():
+    right, sure = np.array([False, True] * 50), np.array([0.0, 1.0] * 50)
+    assert metrics.calibration_error(sure, right) == metrics.brier_score(sure, right) == 0
+    assert (metrics.area_under_curve(sure, right), metrics.area_under_curve(1 - sure, right)) == (1, 0)
+    assert metrics.calibration_error(1 - sure, right) == metrics.brier_score(1 - sure, right) == 1
+    half = np.full(100, 0.5)
+    assert metrics.calibration_error(half, right) == 0 and metrics.area_under_curve(half, right) == 0.5
+    assert math.isnan(metrics.area_under_curve(sure, np.ones(100, bool)))
+    assert math.isnan(metrics.calibration_error(half[:0], right[:0]))
+    assert math.isnan(metrics.brier_score(half[:0], right[:0]))
+
+
+def sure_round(drafted, accepted, *logits):
+    return Round(drafted, accepted, accepted + 1, 0.01, 0.03, 0.005, confidence=logits)
+
+
+def test_confidence_items_hold_what_was_at_stake_and_what_came_of_it():
+    first = Trace(5, [], 0.0, 0.0, [sure_round(3, 1, 0.1, 0.2, 0.3), sure_round(1, 1, 0.4)])
+    second = Trace(5, [], 0.0, 0.0, [sure_round(0, 0), sure_round(3, 3, 0.5, 0.6, 0.7)])
+    logits, accepted = metrics.confidence_items([first, second], 4)
+    nan = math.nan
+    np.testing.assert_equal(logits, [[0.1, 0.2, 0.3], [0.4, nan, nan], [nan, nan, nan], [0.5, 0.6, 0.7]])
+    assert accepted[[0, 3]].tolist() == [[True, False, False], [True, True, True]] and accepted[1, 0]
+    empty, _ = metrics.confidence_items([], 4)
+    assert empty.shape == (0, 3)
+
+
+def test_confidence_is_scored_slot_by_slot_over_the_rounds_that_had_it_at_stake():
+    random_ = np.random.default_rng(0)
+    reached = random_.random((60, 3)).cumprod(1)
+    accepted = random_.random((60, 3)) < 0.5
+    reached[40:, 2] = math.nan
+    found = metrics.confidence_scores(reached, accepted)
+    for name, plain in (("ece", calibration_error), ("auc", area_under_curve)):
+        slots = [plain(reached[:rows, k].tolist(), accepted[:rows, k].tolist()) for k, rows in enumerate((60, 60, 40))]
+        mean = (60 * slots[0] + 60 * slots[1] + 40 * slots[2]) / 160
+        np.testing.assert_allclose(found[name], [*slots, mean])
+    nothing = metrics.confidence_scores(reached[:0], accepted[:0])
+    assert all(np.isnan(scores).all() and len(scores) == 4 for scores in nothing.values())
+
+
+def test_verified_tokens_are_those_at_stake_on_average():
+    assert metrics.verified_tokens([trace((3, 1, 2), (0, 0, 1)), trace((3, 3, 4))]) == 2
+    assert math.isnan(metrics.verified_tokens([]))

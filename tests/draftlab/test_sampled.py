@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from draftlab import decode, sampled
-from draftlab.config import TargetConfig
+from draftlab.config import DraftConfig, TargetConfig
 from draftlab.decode import Sampling
+from draftlab.draft import Draft, adapt
+from draftlab.schedule import Schedule
 from draftlab.target import load_target
 
 
@@ -51,3 +53,13 @@ def test_a_rule_that_keeps_every_guess_does_not_pass(monkeypatch):
 def test_a_target_that_is_sure_of_its_first_token_is_no_difference():
     assert sampled._same(print, "one outcome on both sides", [float("nan"), 0.5, 0.3])
     assert not sampled._same(print, "another at one place", [float("nan"), 0.5, 1e-12])
+
+
+def test_samples_by_schedule_pass_too(target):
+    chosen = DraftConfig(block_size=3, num_hidden_layers=1, target_layer_ids=[0, 2], variant="dspark", confidence=True)
+    draft = Draft(adapt(target.config, chosen, target.mask_token_id)).eval()
+    draft.reset(0)
+    said = []
+    plan = Schedule({1: [1.0, 1.2, 1.5, 1.9]})
+    assert sampled.check_samples(target, draft, [75], 200, lambda text, **_: said.append(text), plan)
+    assert len(said) == 3

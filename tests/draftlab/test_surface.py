@@ -1,5 +1,6 @@
 """The speed surface: predictions by hand, and a measurement of the tiny target."""
 
+import dataclasses
 import math
 
 import pytest
@@ -66,6 +67,24 @@ def test_prediction_stands_beside_measurement():
     assert not surface.agrees([{**two, "predicted_speedup": 9.0, "measured_speedup_high": 1.4}, four])
 
 
+def test_in_the_layout_next_a_block_of_b_drafts_b_tokens():
+    hand = dataclasses.replace(HAND, first_slot=0)
+    two, three = surface.predict(hand, [0.8, 0.5, 0.25], 1)
+    assert (two["block_size"], two["drafted_tokens"], three["drafted_tokens"]) == (2, 2, 3)
+    assert two["acceptance_length"] == pytest.approx(2.3) and two["speedup"] == pytest.approx(2.3 * 4 / 5)
+    assert three["acceptance_length"] == pytest.approx(2.55) and three["speedup"] == pytest.approx(2.55 * 4 / 5.5)
+    assert math.isnan(two["slot_gain"]), "a block of one token was not timed"
+    assert three["slot_gain"] == pytest.approx(three["speedup"] - two["speedup"])
+
+
+def test_a_round_drafts_a_whole_block_and_verifies_as_much_of_it_as_it_is_told():
+    # Blocks of 8 cost 1 to draft; verifying 1 and 3 guesses cost 4 and 5, and no guess the target's 4 s.
+    assert HAND.seconds_by_length(8, 1) == pytest.approx([5, 5, 5.5, 6, 7, 8, 9, 10])
+    assert HAND.seconds_by_length(4, 8) == pytest.approx([10, 2 + 8 + 14 / 3, 2 + 8 + 28 / 3, 24])
+    hand = dataclasses.replace(HAND, first_slot=0)
+    assert hand.seconds_by_length(4, 1) == pytest.approx([5, 5, 5, 5.5, 6])
+
+
 def test_every_cell_is_measured():
     target = load_target(TargetConfig(model="tiny", dtype="float32", device="cpu"))
     target.eos_token_ids = frozenset({target.vocab_size})
@@ -78,3 +97,15 @@ def test_every_cell_is_measured():
     assert set(found.target) == {(batch, context) for batch in (1, 3) for context in (8, 40, 90)}
     assert all(seconds > 0 for parts in found.rounds.values() for seconds in parts)
     assert all(seconds > 0 for seconds in found.target.values())
+
+
+@pytest.mark.parametrize("variant, slots", [("dflash", 5), ("dspark", 6)])
+def test_a_schedule_has_a_cost_of_every_length_for_one_row_and_for_a_batch(variant, slots):
+    target = load_target(TargetConfig(model="tiny", dtype="float32", device="cpu"))
+    config = DraftConfig(block_size=6, num_hidden_layers=1, target_layer_ids=[0, 2], variant=variant)
+    draft = Draft(adapt(target.config, config, target.mask_token_id))
+    draft.reset(0)
+    target.max_positions = 60  # no room for the longer text
+    plan = surface.schedule(target, draft.eval(), [[65] * 5, [70] * 60], 6, 3, quiet)
+    assert set(plan.seconds) == {1, 3}
+    assert all(len(costs) == slots + 1 and min(costs) > 0 for costs in plan.seconds.values())

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -479,6 +480,12 @@ def test_a_trial_whose_top_k_exceeds_the_vocabulary_is_named(monkeypatch):
         train.prepare({"good": run, "bad": run.replace({"loss.topk_kl": 1.0, "loss.top_k": 1000})}, quiet)
 
 
+def test_a_schedule_that_the_draft_could_not_follow_is_refused_before_it_is_trained(monkeypatch):
+    monkeypatch.setattr(train, "load_target", lambda *_: pytest.fail("long work began"))
+    with pytest.raises(UserError, match="trial bad: eval.schedule=confidence: needs draft.confidence=true, got false"):
+        train.prepare({"bad": RUN.replace({"eval.schedule": "confidence"})}, quiet)
+
+
 # ---- variants
 
 
@@ -541,6 +548,40 @@ def test_one_dspark_step_equals_the_oracle(corpus, target, tmp_path, kind):
         assert metrics[f"loss_{name}"] == pytest.approx(value / weights, rel=1e-4)
     loss = 0.1 * total["ce"] + 0.9 * total["l1"] + total["confidence"]
     assert metrics["loss"] == pytest.approx(loss / weights, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_heldout_runs_follow_the_drafts_own_tokens(corpus, target, kind):
+    """Against drafting token by token: a Markov head that is told the data's tokens is right oftener, but not first."""
+    run = RUN.replace({**DSPARK, "draft.markov_head": kind})
+    draft, head = Draft(adapt(target.config, run.draft, target.mask_token_id)).eval(), target.ends.head
+    spec, size = draft.spec, draft.spec.block_size
+    initialise(draft, target, "target_layers", 0, torch.tensor(corpus.rows[0].ids[:8])[None].long())
+    torch.manual_seed(0)
+    torch.nn.init.normal_(draft.markov_head.markov_w1.weight)
+    torch.nn.init.normal_(draft.markov_head.markov_w2.weight, std=0.3)
+    data = features.OnlineFeatures(target, corpus, spec.target_layer_ids, False)
+    batch = data.batch(corpus.heldout)
+    anchors, valid = blocks.spread_anchors(blocks.anchor_candidates(batch.supervised, batch.lengths), 24)
+    part = train.make_blocks(batch, anchors, valid, spec, torch.ones(size))
+    with torch.no_grad():
+        hidden = draft(batch.features.float(), target.ends.embedding(part.tokens), anchors)
+        latents = draft.markov_head(hidden, part.previous)
+        found = train.leading_correct(hidden, part, draft, head, 5, latents)
+        expected, told = np.zeros(found.shape, bool), np.zeros(found.shape, bool)
+        for row, anchor in (part.weights[..., 0] > 0).nonzero().tolist():
+            token, state, alive = part.tokens[row, anchor, 0], None, True
+            for k in range(size):
+                if not part.weights[row, anchor, k]:
+                    break
+                here, label = hidden[row, anchor, k], part.labels[row, anchor, k]
+                latent, state = draft.markov_head.step(here, token, state)
+                token = head.best(draft.logits(head, here[None], latent[None]))[0]
+                expected[row, anchor, k] = alive = alive and bool(token == label)
+                best = head.best(draft.logits(head, here[None], latents[row, anchor, k][None]))[0]
+                told[row, anchor, k] = best == label
+    assert (found == expected).all() and expected.any()
+    assert told.sum() > expected.sum(), "the two paths have to differ for this to test anything"
 
 
 @pytest.mark.parametrize("kind", [None, "vanilla", "gated", "rnn"])

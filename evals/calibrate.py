@@ -1,0 +1,60 @@
+"""Question: how far may a draft's confidence head be believed, and how much further after calibration?
+
+Varies: one temperature a slot, fitted from the first slot to the last on the later half of the prompts; the earlier
+    half, with which the held-out prompts of other scripts begin, tells the calibration error before and after.
+Run:    python evals/calibrate.py --ckpt CKPT --out DIR
+        python evals/calibrate.py --ckpt CKPT --out DIR --prompts heldout:200 eval.max_new_tokens=128 eval.batch_size=8
+        python evals/acceptance.py --ckpt DIR eval.schedule=confidence
+    CKPT as in evals/acceptance.py, a draft with a confidence head. A calibration holds for the way it was made: greedy,
+    or at eval.temperature and in eval.mode.
+Writes: under --out, which must not exist yet, the checkpoint with the temperatures in its config.json.
+Cost:   two decodings of each prompt, whole blocks verified; 10 minutes for the default 100 prompts on two CPU cores.
+Source: sequential temperature scaling of the DSpark paper.
+Exit:   0; 2 for what the user can mend.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from draftlab import cli, config
+from draftlab.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = cli.run_parser(__doc__)
+    parser.set_defaults(config=None)
+    parser.add_argument("--ckpt", required=True, help="folder, MLflow run id, models:/ URI, or hub id")
+    parser.add_argument("--prompts", default="heldout:100", help="as in evals/acceptance.py, by comma")
+    parser.add_argument("--out", required=True, type=Path, help="the calibrated checkpoint's folder")
+    args = parser.parse_args(argv)
+    base = config.load(args.config or config.DEFAULT_CONFIG, args.overrides)
+
+    with cli.Progress("loading the draft and its target") as say, tempfile.TemporaryDirectory() as fetched:
+        say(f"calibration of {args.ckpt}")
+        from draftlab import checkpoint, drafts, evaluation, report  # slow: after the first line is out
+        from draftlab.prompts import load_prompts
+        from draftlab.tracking import Store
+
+        report.check_folder(args.out)
+        store = Store(base.tracking, Path("outputs"))
+        field = drafts.load_field([args.ckpt], args.config, args.overrides, store, Path(fetched), say)
+        run, target = field.run, field.target
+        ((name, draft),) = field.drafts.items()
+        if not draft.spec.confidence:
+            raise UserError(f"--ckpt {args.ckpt}: expected a draft with a confidence head (draft.confidence), got none")
+        prompts = load_prompts(args.prompts, run, target, say)
+        found = evaluation.evaluate(target, field.drafts, prompts, run.eval, say, run.seed, schedules=["fixed"])
+        temperatures, scores = evaluation.calibrate(found[name])
+        checkpoint.save_calibrated(args.out, field.folders[name], temperatures)
+        say("on the earlier half of the prompts, by slot, and last the mean")
+        for title, values in {"temperature": temperatures, **scores}.items():
+            say(f"{title:11} {' '.join(f'{value:6.3f}' for value in values)}")
+        say(f"calibrated draft written to {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.main(main)
