@@ -540,11 +540,14 @@ class SplitAttention:
         q = (q / math.sqrt(d)).view(n, length, groups, share, d).permute(0, 2, 3, 1, 4)
         # Queries that share a key head are rows of one product: (N, groups, share*A*B, d) x (N, groups, d, S).
         far = q.reshape(n, groups, share * length, d) @ context_k.permute(0, 2, 3, 1)
-        far = far.view(n, groups, share, length, context).masked_fill(self.hidden, -torch.inf)
+        far = far.view(n, groups, share, length, context)
+        with torch.no_grad():  # a hidden score's weight is 0, so softmax gives it no gradient anyway
+            far.masked_fill_(self.hidden, -torch.inf)
         by_block = q.reshape(n, groups, share, anchors, size, d).transpose(2, 3).reshape(n, groups, anchors, -1, d)
         near = by_block @ k.view(n, anchors, size, groups, d).permute(0, 3, 1, 4, 2)
         near = near.view(n, groups, anchors, share, size, size).transpose(2, 3).reshape(n, groups, share, length, size)
-        weights = torch.cat([far, near], dim=-1).softmax(-1, dtype=torch.float32).to(v.dtype)
+        # In v's precision softmax still computes in float32, and has no float32 values to write and to read again.
+        weights = torch.cat([far, near], dim=-1).softmax(-1).to(v.dtype)
         far, near = weights.split([context, size], dim=-1)
         out = far.reshape(n, groups, share * length, context) @ context_v.transpose(1, 2)
         near = near.reshape(n, groups, share, anchors, size, size).transpose(2, 3).reshape(n, groups, anchors, -1, size)

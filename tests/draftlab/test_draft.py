@@ -435,6 +435,20 @@ def test_the_split_backends_gradients_equal_the_dense_ones():
         torch.testing.assert_close(split, dense, rtol=1e-4, atol=1e-4)
 
 
+def test_split_gradients_in_bfloat16_are_as_near_to_the_truth_as_the_dense_ones():
+    features, embeds, anchors = inputs(2, 40, 6, 8)
+    pull = torch.randn(embeds.shape, generator=torch.Generator().manual_seed(1))
+
+    def gradient(attention, dtype):
+        draft = random_draft(attention).requires_grad_().to(dtype)
+        (draft(features.to(dtype), embeds.to(dtype), anchors) * pull.to(dtype)).sum().backward()
+        return torch.cat([p.grad.double().flatten() for p in draft.parameters()])
+
+    truth = gradient("dense", torch.float64)
+    split, dense = ((gradient(name, torch.bfloat16) - truth).norm() / truth.norm() for name in ("split", "dense"))
+    assert split < 1.2 * dense < 0.1
+
+
 def test_auto_is_the_split_form_on_the_cpu():
     features, embeds, anchors = inputs(1, 9, 4, 5)
     assert random_draft("auto")(features, embeds, anchors).equal(random_draft("split")(features, embeds, anchors))
