@@ -103,6 +103,15 @@ def test_free_verification_takes_the_whole_block_and_dear_verification_none():
     assert verified_length(reached[:, :0], np.array([0]), [1, 1]) == 0
 
 
+def test_where_each_token_costs_alike_the_first_fall_is_the_last():
+    rng = random.Random(0)
+    for _ in range(300):
+        reached = np.array([[rng.random() for _ in range(7)] for _ in range(3)]).cumprod(1)
+        seconds = 1 + rng.random() * 0.5 * np.arange(8)
+        speeds = (3 + np.append(0, reached.sum(0).cumsum())) / seconds
+        assert verified_length(reached, np.array([7] * 3), seconds) == np.argmax(speeds)
+
+
 def test_what_comes_later_changes_no_decision_before():
     """Slot j is verified or not, whatever the confidences after it."""
     rng = random.Random(0)

@@ -78,11 +78,15 @@ def test_in_the_layout_next_a_block_of_b_drafts_b_tokens():
 
 
 def test_a_round_drafts_a_whole_block_and_verifies_as_much_of_it_as_it_is_told():
-    # Blocks of 8 cost 1 to draft; verifying 1 and 3 guesses cost 4 and 5, and no guess the target's 4 s.
-    assert HAND.seconds_by_length(8, 1) == pytest.approx([5, 5, 5.5, 6, 7, 8, 9, 10])
+    # Of a batch of 8: 2 to draft, 8 for the target's call alone and 22 to verify 3 guesses.
     assert HAND.seconds_by_length(4, 8) == pytest.approx([10, 2 + 8 + 14 / 3, 2 + 8 + 28 / 3, 24])
-    hand = dataclasses.replace(HAND, first_slot=0)
-    assert hand.seconds_by_length(4, 1) == pytest.approx([5, 5, 5, 5.5, 6])
+    # Of one row: 1 to draft, and 4, 4, 5 and 9 to verify 0, 1, 3 and 7; by least squares 21.5 / 28.75 a guess.
+    slope = 21.5 / 28.75
+    assert HAND.seconds_by_length(8, 1) == pytest.approx([1 + 5.5 + slope * (length - 2.75) for length in range(8)])
+    hand = dataclasses.replace(HAND, first_slot=0, target={(8, 100): 8.0})
+    assert hand.seconds_by_length(4, 8) == pytest.approx([10, 13.5, 17, 20.5, 24])
+    noise = dataclasses.replace(HAND, target={(8, 100): 30.0})
+    assert noise.seconds_by_length(4, 8) == pytest.approx([2 + 26] * 4), "more is never cheaper"
 
 
 def test_every_cell_is_measured():
