@@ -26,18 +26,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return sweep.run(argv)
 
 
-def choices(text: str) -> list[dict[str, Any]]:
-    """The settings of each choice, which stand one after another by semicolon."""
-    found = []
-    for part in text.split(";"):
-        words = part.replace(",", " ").split()
-        if words and all(word.isdigit() for word in words):
-            found.append({"draft.target_layer_ids": [int(word) for word in words]})
-        elif len(words) == 2 and words[1].isdigit():
-            found.append({"draft.layer_choice": words[0], "draft.num_target_layers": int(words[1])})
-        else:
-            raise argparse.ArgumentTypeError(f"expected `uniform 5` or layers like `1,8,14`, got {part.strip()!r}")
-    return found
+def choices(text: str) -> dict[str, dict[str, Any]]:
+    """Choices, which stand one after another by semicolon, and their settings."""
+    return cli.variations(map(choice, text.split(";")))
+
+
+def choice(text: str) -> tuple[str, dict[str, Any]]:
+    """The name and the settings of one choice."""
+    words = text.replace(",", " ").split()
+    if words and all(word.isdigit() for word in words):
+        settings = {"draft.target_layer_ids": [int(word) for word in words]}
+    elif len(words) == 2 and words[1].isdigit():
+        settings = {"draft.layer_choice": words[0], "draft.num_target_layers": int(words[1])}
+    else:
+        raise argparse.ArgumentTypeError(f"expected `uniform 5` or layers like `1,8,14`, got {text.strip()!r}")
+    return "_".join(words), settings
 
 
 if __name__ == "__main__":

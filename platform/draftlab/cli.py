@@ -5,17 +5,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
+import itertools
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NoReturn
 
 from draftlab import config
 from draftlab.errors import UserError
+
+Values = list[Any] | dict[str, dict[str, Any]]
+"""Of a setting; or of variations, name -> dotted key -> value."""
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -87,7 +92,7 @@ class Sweep:
         self.experiment, self.defaults, self.baseline = experiment, defaults or {}, baseline
         question = (doc or "").partition("\n")[0].removeprefix("Question: ")
         self.question = question[:1].upper() + question[1:]
-        self.factors: dict[str, tuple[str, list[Any]]] = {}
+        self.factors: dict[str, tuple[str, Values]] = {}
         self.parser = run_parser(doc)
         self.parser.set_defaults(config=None)
         self.parser.add_argument("--out", type=Path, help="the sweep's folder; must not exist yet")
@@ -96,19 +101,18 @@ class Sweep:
         for flag, setting in self.FLAGS.items():
             self.parser.add_argument(flag, help=setting.format("..."))
 
-    def vary(
-        self, option: str, key: str, values: list[Any], parse: Callable[[str], list[Any]] | None = None
-    ) -> None:
-        """Offer a setting to sweep over.
+    def vary(self, option: str, key: str, values: Values, parse: Callable[[str], Values] | None = None) -> None:
+        """Offer a setting to sweep over, or variations of several settings that change together.
 
         Args:
-            option: e.g. --block-sizes; takes other values, by comma.
-            key: dotted; or any word, if every value is a mapping of dotted keys that change together.
-            values: unless others are given.
-            parse: reads the option; None is numbers and words by comma.
+            option: e.g. --block-sizes; takes other values, or names of variations, by comma.
+            key: dotted; or any word, the table's column, where there are variations.
+            values: of the key, unless others are given; or name -> dotted key -> value.
+            parse: reads the option; None is numbers and words by comma, or some of the names.
         """
+        parse = parse or (functools.partial(_among, values) if isinstance(values, dict) else several)
         shown = ", ".join(map(config.word, values))
-        self.parser.add_argument(option, type=parse or several, metavar="A,B,...", help=f"{key}; by default {shown}")
+        self.parser.add_argument(option, type=parse, metavar="A,B,...", help=f"{key}; by default {shown}")
         self.factors[option] = key, values
 
     def run(self, argv: Sequence[str] | None) -> int:
@@ -125,17 +129,16 @@ class Sweep:
 
                 return sweep.resume(args.resume, say)
         settings = [self.FLAGS[flag].format(value) for flag, value in given.items() if flag in self.FLAGS]
+        vary = {key: given.get(option, values) for option, (key, values) in self.factors.items()}
         taken = {
             setting: option
-            for option, (key, values) in self.factors.items()
-            for value in values
-            for setting in (value if isinstance(value, dict) else [key])
+            for option, (key, _) in self.factors.items()
+            for setting in (itertools.chain(*vary[key].values()) if isinstance(vary[key], dict) else [key])
         }
         taken |= {self.FLAGS[flag].partition("=")[0]: flag for flag in given if flag in self.FLAGS}
         for override in overrides:
             if option := taken.get(override.partition("=")[0]):
                 raise UserError(f"override {override!r}: {option} is what sets that here; expected it alone")
-        vary = {key: given.get(option, values) for option, (key, values) in self.factors.items()}
         with Progress("loading torch, Ray and MLflow") as say:
             defaults = dict(self.defaults)
             if given.get("--search") == "grid":  # all combinations, not the script's own number of samples
@@ -161,6 +164,23 @@ def integers(text: str) -> list[int]:
 def several(text: str) -> list[Any]:
     """Numbers and words by comma, e.g. `4,8,inf` or `uniform,early`."""
     return [_value(part.strip()) for part in text.split(",")]
+
+
+def variations(pairs: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Names and what they stand for, as an option's reader found them; none may stand there twice."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, settings in pairs:
+        if name in found:
+            raise argparse.ArgumentTypeError(f"{name} stands there twice")
+        found[name] = settings
+    return found
+
+
+def _among(known: dict[str, dict[str, Any]], text: str) -> dict[str, dict[str, Any]]:
+    names = [part.strip() for part in text.split(",")]
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {unknown[0]!r}")
+    return variations((name, known[name]) for name in names)
 
 
 def _value(text: str) -> int | float | str:

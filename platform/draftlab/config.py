@@ -417,10 +417,8 @@ def digest(value: Any) -> str:
 
 
 def word(value: Any) -> str:
-    """A setting's value, or several settings' values, as a word for a name."""
-    if isinstance(value, dict | list):
-        return "_".join(map(word, value.values() if isinstance(value, dict) else value))
-    return str(value)
+    """A setting's value as a word for a name."""
+    return "_".join(map(word, value)) if isinstance(value, list) else str(value)
 
 
 def load(

@@ -43,7 +43,7 @@ class Plan(Section):
     """What it asks."""
     key: str
     """Unique; MLflow's runs are found again by it."""
-    vary: dict[str, list[Any]]
+    vary: dict[str, list[Any] | dict[str, dict[str, Any]]]
     """As draftlab.search takes it."""
     baseline: str | None
     """The arm that the others are compared with; None is the best."""

@@ -1,7 +1,7 @@
 """The trials of a sweep: all combinations of the varied values or some of them, made comparable, and what they cost.
 
-A key that is varied is dotted; or it is any word, and each of its values a mapping of dotted keys that change together.
-Trials that differ in nothing but their seed are of one arm.
+A key that is varied is dotted and has values; or it is any word and has variations: names, each with the dotted keys
+that change together. Trials that differ in nothing but their seed are of one arm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from draftlab.config import Run, word
 from draftlab.draft import Draft, adapt
 from draftlab.errors import UserError
 
-Vary = Mapping[str, Sequence[Any]]
+Vary = Mapping[str, Sequence[Any] | Mapping[str, Mapping[str, Any]]]
+"""Dotted key -> its values; or word -> name of a variation -> dotted key -> value."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Trial:
     point: tuple[int, ...]
     """The place of each varied value among its key's."""
     values: dict[str, Any]
-    """The last part of each varied key -> its value, as a table shows it."""
+    """The last part of each varied key -> its value, or the variation's name, as a table shows it."""
     run: Run
 
 
@@ -45,7 +46,7 @@ def trials(base: Run, vary: Vary) -> dict[str, Trial]:
 
     Args:
         base: what all of them share; its `search` says which and what is equal.
-        vary: key -> its values.
+        vary: what is varied.
 
     Raises:
         UserError: naming the trial that has an unknown key, a wrong value or stands there twice; settings of the
@@ -62,12 +63,12 @@ def trials(base: Run, vary: Vary) -> dict[str, Trial]:
     for point, seed in itertools.product(points, seeds):
         changes, parts, values = {"seed": seed}, [], {}
         for (key, several), place in zip(vary.items(), point, strict=True):
-            value, column = several[place], key.rpartition(".")[2]
-            together = isinstance(value, dict)
-            changes |= value if together else {key: value}
+            value, column = list(several)[place], key.rpartition(".")[2]
+            named = isinstance(several, Mapping)
+            changes |= several[value] if named else {key: value}
             values[column] = value if isinstance(value, int | float | str) else word(value)
             if len(several) > 1:
-                parts.append(word(value) if together else f"{column}_{word(value)}")
+                parts.append(value if named else f"{column}_{word(value)}")
         arm = re.sub(r"[^\w-]", "_", "-".join(parts)) or "draft"
         name = arm if len(seeds) == 1 else f"{arm}-seed_{seed}"
         if name in found:

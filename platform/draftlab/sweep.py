@@ -30,7 +30,7 @@ from draftlab.records import (
     load_plan,
     save_plan,
 )
-from draftlab.search import Trial
+from draftlab.search import Trial, Vary
 from draftlab.target import expand, load_target, load_target_config
 from draftlab.tracking import Store
 
@@ -50,8 +50,8 @@ class Question:
     """Its name; of the runs and of the default folder, too."""
     text: str
     """The question itself."""
-    vary: Mapping[str, Sequence[Any]]
-    """As draftlab.search takes it; empty is a single trial."""
+    vary: Vary
+    """What is varied; empty is a single trial."""
     baseline: str | None = None
     """The arm that the others are compared with; None is the best."""
 
@@ -90,7 +90,7 @@ def start(question: Question, base: Run, out: Path | None, say: Say) -> int:
             experiment=question.experiment,
             question=question.text,
             key=key,
-            vary={name: list(values) for name, values in question.vary.items()},
+            vary=dict(question.vary),
             baseline=question.baseline,
             base=base,
             tracking_uri=store.uri,
@@ -415,7 +415,7 @@ class _Sweep:
         self.store.end_run(self.plan.mlflow_run_id, status, reason)
 
 
-def _trials(base: Run, vary: Mapping[str, Sequence[Any]]) -> dict[str, Trial]:
+def _trials(base: Run, vary: Vary) -> dict[str, Trial]:
     """The trials, and what can be refused of them before any work."""
     if base.search.rank_by not in evaluation.MEASURES:
         known = ", ".join(evaluation.MEASURES)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from draftlab import cli, config
+from draftlab import cli, config, sweep
 from draftlab.errors import UserError
 
 
@@ -148,6 +148,50 @@ def test_a_signal_that_was_ignored_stays_ignored_as_nohup_wants_it():
         assert exit_code(lambda argv: os.kill(os.getpid(), signal.SIGHUP)) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What a script asks, not run: (what it varies, the base), after `script(argv)`."""
+    seen = []
+    monkeypatch.setattr(sweep, "start", lambda question, base, out, say: seen.append((question, base)) or 0)
+    return seen
+
+
+COURSES = {"plain": {"train.lr": 1e-3}, "long": {"train.lr": 1e-4, "train.steps": 9}}
+
+
+def course(*argv):
+    script = cli.Sweep("course", "Question: which course?")
+    script.vary("--courses", "course", COURSES)
+    return script.run(["--config", str(config.CONFIGS / "tiny.yaml"), *argv])
+
+
+def test_variations_are_chosen_by_their_names(asked):
+    course()
+    course("--courses", "long, plain")
+    course("--courses", "long")
+    assert [question.vary["course"] for question, _ in asked] == [COURSES, COURSES, {"long": COURSES["long"]}]
+    assert list(asked[1][0].vary["course"]) == ["long", "plain"]
+
+
+@pytest.mark.parametrize(
+    "argv, complaint",
+    [
+        (["--courses", "plain,lng"], "argument --courses: expected some of plain, long, got 'lng'"),
+        (["--courses", "plain,plain"], "argument --courses: plain stands there twice"),
+        (["train.steps=3"], "override 'train.steps=3': --courses is what sets that here"),
+    ],
+)
+def test_what_variations_do_not_leave_open_is_refused(asked, argv, complaint):
+    with pytest.raises(UserError, match=re.escape(complaint)):
+        course(*argv)
+    assert not asked
+
+
+def test_a_setting_that_no_chosen_variation_has_is_free(asked):
+    course("--courses", "plain", "train.steps=3")
+    assert asked[0][1].train.steps == 3
 
 
 def test_values_by_comma_are_numbers_where_they_can_be():

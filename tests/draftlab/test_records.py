@@ -18,13 +18,15 @@ def plan(tiny_run):
     )  # fmt: skip
 
 
-def test_a_plan_is_read_as_it_was_written(plan, tmp_path):
+@pytest.mark.parametrize("vary", [{}, {"layers": {"late_2": {"draft.num_target_layers": 2}, "0_2": {}}}])
+def test_a_plan_is_read_as_it_was_written(plan, tmp_path, vary):
+    plan = plan.model_copy(update={"vary": plan.vary | vary})
     records.save_plan(tmp_path, plan)
     assert records.load_plan(tmp_path) == plan
 
 
 @pytest.mark.parametrize(
-    "damage", ["", "x", "[1]", "{", "base: {train: {stepz: 3}}", "\0", "vary: [1, 2]", "vary: {loss.gamma: 7}"]
+    "damage", ["", "x", "[1]", "{", "base: {train: {stepz: 3}}", "\0", "vary: [1, 2]", "vary: {loss.gamma: 7}", "vary: {loss: {ce: 1}}"]
 )
 def test_a_damaged_plan_is_one_line(plan, tmp_path, damage):
     records.save_plan(tmp_path, plan)

@@ -29,13 +29,16 @@ def test_a_sweep_over_nothing_is_one_trial(tiny_run):
     assert (trial.name, trial.run) == ("draft", tiny_run)
 
 
-def test_settings_that_change_together_are_one_value(tiny_run):
-    layers = [{"draft.layer_choice": "late", "draft.num_target_layers": 2}, {"draft.target_layer_ids": [0, 2]}]
-    trials = search.trials(tiny_run, {"layers": layers})
+def test_settings_that_change_together_go_by_the_name_of_their_variation(tiny_run):
+    losses = {"l1": {"loss.ce": 0.0, "loss.l1": 1.0}, "tv": {"loss.ce": 0.0, "loss.tv": 1.0}}  # the same values
+    run = tiny_run.replace({"features.last_hidden": True})
+    trials = search.trials(run, {"loss": losses, "draft.block_size": [2, 8]})
     assert {name: trial.values for name, trial in trials.items()} == {
-        "late_2": {"layers": "late_2"}, "0_2": {"layers": "0_2"},
-    }  # fmt: skip
-    assert trials["late_2"].run.draft.num_target_layers == 2 and trials["0_2"].run.draft.target_layer_ids == [0, 2]
+        f"{loss}-block_size_{size}": {"loss": loss, "block_size": size} for loss in losses for size in (2, 8)
+    }
+    assert trials["tv-block_size_8"].point == (1, 1)
+    assert trials["tv-block_size_8"].run == run.replace({"loss.ce": 0.0, "loss.tv": 1.0, "draft.block_size": 8})
+    assert list(search.trials(run, {"loss": {"ce + l1": {"loss.l1": 0.9}, "ce": {}}})) == ["ce___l1", "ce"]
 
 
 def test_several_seeds_are_several_trials_of_an_arm(tiny_run):
@@ -67,6 +70,8 @@ def test_equal_tokens_are_brought_about_by_the_anchors(tiny_run):
     [
         ({}, {"draft.blocksize": [2]}, "trial blocksize_2|trial draft: override 'draft.blocksize': unknown key"),
         ({}, {"train.batch_size": [4, 5], "train.workers": [2]}, "trial batch_size_5: .* multiple"),
+        ({}, {"loss": {"ce": {}, "l1": {"loss.l2": 1.0}}}, "trial l1: override 'loss.l2': unknown key 'l2'"),
+        ({}, {"loss": {"a b": {}, "a_b": {}}}, "trial a_b would be tried twice"),
         ({}, {"draft.block_size": [2, 2]}, "trial block_size_2 would be tried twice"),
         ({"search.samples": 2}, GRID, "a grid has all combinations"),
         ({"search.method": "random"}, GRID, "expected search.samples of 1 to 4.* got None"),
