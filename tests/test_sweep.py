@@ -244,6 +244,7 @@ def steps_of(out):
         (["draft.block_size=8"], "override 'draft.block_size=8': --block-sizes is what sets that here"),
         (["--samples", "4", "search.samples=8"], "override 'search.samples=8': --samples is what sets that here"),
         (["--rank-by", "loss"], "search.rank_by: expected one of acceptance_length"),
+        (["--baseline", "0_2"], "search.baseline: expected one of block_size_4, block_size_8, block_size_16; got '0_2'"),
         (["--samples", "4"], "search.samples: a grid has all combinations"),
         (["--search", "optuna", "--samples", "4"], "expected search.samples of 1 to 3"),
         (["--seeds", "0,0"], "trial block_size_4-seed_0 would be tried twice"),

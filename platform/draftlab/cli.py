@@ -71,7 +71,7 @@ class Sweep:
         experiment: the script's name.
         doc: its docstring; the first line is the question that it answers.
         defaults: section -> settings in which the script differs from the defaults; a config or an override wins.
-        baseline: the arm that the others are compared with; None is the best one.
+        baseline: the arm that the others are compared with, unless search.baseline names another.
     """
 
     FLAGS = {
@@ -82,6 +82,7 @@ class Sweep:
         "--budget": "search.budget={}",
         "--time-budget": "search.time_budget={}",
         "--rank-by": "search.rank_by={}",
+        "--baseline": "search.baseline='{}'",
         "--max-concurrent": "cluster.max_concurrent={}",
     }
     """Short names of settings."""

@@ -309,6 +309,9 @@ class SearchConfig(Section):
     drafted tokens of a block; or the training time, train.seconds."""
     rank_by: str = "speedup"
     """The metric by which trials are ranked and compared."""
+    baseline: str | None = None
+    """The arm (a trial's name without its seed) that the others are compared with; None is the script's own, or where
+    there is no such arm the best."""
 
 
 class Run(Section):

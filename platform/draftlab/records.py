@@ -46,7 +46,7 @@ class Plan(Section):
     vary: dict[str, list[Any] | dict[str, dict[str, Any]]]
     """As draftlab.search takes it."""
     baseline: str | None
-    """The arm that the others are compared with; None is the best."""
+    """The arm that the others are compared with; None, or one that has no result, is the best."""
     base: Run
     """What all trials share."""
     tracking_uri: str

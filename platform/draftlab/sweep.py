@@ -53,7 +53,7 @@ class Question:
     vary: Vary
     """What is varied; empty is a single trial."""
     baseline: str | None = None
-    """The arm that the others are compared with; None is the best."""
+    """The arm that the others are compared with, unless search.baseline names another."""
 
 
 def start(question: Question, base: Run, out: Path | None, say: Say) -> int:
@@ -91,7 +91,7 @@ def start(question: Question, base: Run, out: Path | None, say: Say) -> int:
             question=question.text,
             key=key,
             vary=dict(question.vary),
-            baseline=question.baseline,
+            baseline=base.search.baseline or question.baseline,
             base=base,
             tracking_uri=store.uri,
             mlflow_run_id=parent,
@@ -421,6 +421,9 @@ def _trials(base: Run, vary: Vary) -> dict[str, Trial]:
         known = ", ".join(evaluation.MEASURES)
         raise UserError(f"search.rank_by: expected one of {known}; got {base.search.rank_by!r}")
     trials = search.trials(base, vary)
+    arms = list(dict.fromkeys(trial.arm for trial in trials.values()))
+    if base.search.baseline not in (None, *arms):
+        raise UserError(f"search.baseline: expected one of {', '.join(arms)}; got {base.search.baseline!r}")
     if base.cluster.address == "local":
         cluster.share_here(base, len(trials))
     return trials
