@@ -1,24 +1,42 @@
 """Question: how fast should the loss weight decay along the block?
 
-Varies: loss.gamma (--gammas); the published pairs are 7 for blocks of 16, 5 for 10 and 4 for 8; inf is no decay.
+Varies: the weights along the block (--decays): a number is gamma, the length of an exponential decay in tokens; inf is
+    no decay; dpace weighs each slot by how likely decoding is to get past it. The published gammas are 7 for blocks of
+    16, 5 for 10 and 4 for 8.
 Run:    python experiments/sweep_decay.py draft.block_size=16 --seeds 0,1
-        python experiments/sweep_decay.py --config configs/tiny.yaml --gammas 1,inf
+        python experiments/sweep_decay.py --config configs/tiny.yaml --decays 1,inf,dpace
 Writes: as sweep_block_size.py, under outputs/sweep_decay/<UTC time>.
-Cost:   as one train.py for each value and seed; --dry-run tells.
-Source: arXiv:2602.06036, equation 4; no value but those three has been published.
+Cost:   as one train.py for each decay and seed; --dry-run tells.
+Source: arXiv:2602.06036, equation 4; no gamma but those three has been published. D-PACE: arXiv:2605.18810.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from typing import Any
 
 from draftlab import cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     sweep = cli.Sweep("sweep_decay", __doc__)
-    sweep.vary("--gammas", "loss.gamma", [1, 2, 4, 7, 15, float("inf")])
+    sweep.vary("--decays", "decay", decays("1,2,4,7,15,inf,dpace"), decays)
     return sweep.run(argv)
+
+
+def decays(text: str) -> dict[str, dict[str, Any]]:
+    """Decays by comma, and their settings."""
+    return cli.variations(map(decay, cli.several(text)))
+
+
+def decay(value: float | str) -> tuple[str, dict[str, Any]]:
+    """The name and the settings of one decay."""
+    if value == "dpace":
+        return value, {"loss.positions": "dpace", "loss.gamma": "tied"}
+    if isinstance(value, str):
+        raise argparse.ArgumentTypeError(f"expected numbers, inf or dpace, got {value!r}")
+    return f"gamma_{value:g}", {"loss.positions": "decay", "loss.gamma": value}
 
 
 if __name__ == "__main__":

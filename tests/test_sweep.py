@@ -22,6 +22,7 @@ from experiments import (
     sweep_decay,
     sweep_depth,
     sweep_joint,
+    sweep_losses,
     sweep_target_layers,
 )
 from experiments import train as train_script
@@ -180,9 +181,10 @@ SCRIPTS = {
     ablate_anchors: (2, []),
     ablate_conditioning: (2, []),
     data_scaling: (2, ["--conversations", "4,8"]),
-    sweep_decay: (12, ["--seeds", "0,1"]),
+    sweep_decay: (14, ["--seeds", "0,1"]),
     sweep_depth: (2, ["--depths", "1,2"]),
     sweep_joint: (16, ["--layers", "1"]),
+    sweep_losses: (9, []),
     sweep_target_layers: (3, ["--layers", "uniform 1; late 2; 0, 2"]),
 }
 
@@ -201,6 +203,18 @@ def test_a_joint_grid_has_all_combinations_whatever_the_script_samples_else(caps
     few = ["--block-sizes", "4,8", "--gammas", "4,7", "--layers", "1", "--depths", "1"]
     assert sweep_joint.main([*TINY, "--search", "grid", *few, "--dry-run"]) == 0
     assert "4 trials, 1 at once" in capsys.readouterr().out
+
+
+def test_decays_are_gammas_or_dpace():
+    assert sweep_decay.decays("2, inf,dpace") == {
+        "gamma_2": {"loss.positions": "decay", "loss.gamma": 2},
+        "gamma_inf": {"loss.positions": "decay", "loss.gamma": float("inf")},
+        "dpace": {"loss.positions": "dpace", "loss.gamma": "tied"},
+    }
+    with pytest.raises(UserError, match="--decays: expected numbers, inf or dpace, got 'fast'"):
+        sweep_decay.main(["--decays", "2,fast"])
+    with pytest.raises(UserError, match="--decays: gamma_2 stands there twice"):
+        sweep_decay.main(["--decays", "2,2.0"])
 
 
 @pytest.mark.parametrize("text", ["uniform", "5 uniform", "uniform x", ""])

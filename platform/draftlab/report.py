@@ -475,6 +475,7 @@ def _heat_map(frame: pd.DataFrame, across: str, down: str) -> Figure:
     figure = Figure(figsize=(8.4, 3.7))
     for axis, measure in zip(figure.subplots(1, 2), ("acceptance_length", "speedup")):
         cells = frame.pivot_table(index=down, columns=across, values=measure, aggfunc="mean", dropna=False)
+        cells = cells.reindex(index=_kinds(frame[down]), columns=_kinds(frame[across]))
         axis.imshow(cells.to_numpy(float), cmap="viridis", aspect="auto")
         axis.grid(visible=False)
         axis.set_xticks(range(cells.shape[1]), [value if isinstance(value, str) else f"{value:g}" for value in cells])
@@ -521,6 +522,12 @@ def _legend(axis: Axes) -> None:
 def _say_nothing(axis: Axes) -> None:
     axis.text(0.5, 0.5, "nothing was measured", transform=axis.transAxes, ha="center", va="center", color=FADED)
     axis.set_yticks([])
+
+
+def _kinds(column: pd.Series) -> list[Any]:
+    """The values of a column: numbers ascending, words as they come."""
+    kinds = list(dict.fromkeys(column.dropna()))
+    return kinds if any(isinstance(kind, str) for kind in kinds) else sorted(kinds)
 
 
 def _positions(column: pd.Series) -> tuple[np.ndarray, list[float], list[str]]:

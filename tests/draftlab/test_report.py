@@ -143,6 +143,15 @@ def test_the_heat_map_has_a_cell_for_every_pair_and_means_over_the_rest():
     assert axis.images[0].get_array().tolist() == [[4.5, 8.5], [4.5, 8.0]]
 
 
+def test_a_heat_map_leaves_words_in_the_order_of_the_trials():
+    rows = [row(size, size + place, 1.0, decay=decay)
+            for place, decay in enumerate(("gamma_2", "gamma_15", "dpace")) for size in (8, 4)]  # fmt: skip
+    axis = report._heat_map(report._frame(rows), "block_size", "decay").axes[0]
+    assert [text.get_text() for text in axis.get_xticklabels()] == ["4", "8"]
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["gamma_2", "gamma_15", "dpace"]
+    assert axis.images[0].get_array().tolist() == [[4, 8], [5, 9], [6, 10]]
+
+
 def test_a_trial_has_one_colour_in_every_figure():
     colors = report._colors([one["trial"] for one in ROWS])
     survival = report._survival_figure(SURVIVALS, colors).axes[0]
