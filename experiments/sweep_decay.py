@@ -14,29 +14,27 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
 from draftlab import cli
+
+DECAYS = ("1", "2", "4", "7", "15", "inf", "dpace")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     sweep = cli.Sweep("sweep_decay", __doc__)
-    sweep.vary("--decays", "decay", decays("1,2,4,7,15,inf,dpace"), decays)
+    sweep.vary("--decays", "decay", dict(map(decay, DECAYS)), decay)
     return sweep.run(argv)
 
 
-def decays(text: str) -> dict[str, dict[str, Any]]:
-    """Decays by comma, and their settings."""
-    return cli.variations(map(decay, cli.several(text)))
-
-
-def decay(value: float | str) -> tuple[str, dict[str, Any]]:
+def decay(text: str) -> cli.Variation:
     """The name and the settings of one decay."""
-    if value == "dpace":
-        return value, {"loss.positions": "dpace", "loss.gamma": "tied"}
-    if isinstance(value, str):
-        raise argparse.ArgumentTypeError(f"expected numbers, inf or dpace, got {value!r}")
-    return f"gamma_{value:g}", {"loss.positions": "decay", "loss.gamma": value}
+    if text == "dpace":
+        return text, {"loss.positions": "dpace", "loss.gamma": "tied"}
+    try:
+        gamma = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers, inf or dpace, got {text!r}") from None
+    return f"gamma_{gamma:g}", {"loss.positions": "decay", "loss.gamma": gamma}
 
 
 if __name__ == "__main__":

@@ -13,33 +13,27 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
 from draftlab import cli
 
-LAYERS = "uniform 1; uniform 3; uniform 5; early 5; middle 5; late 5; random 5"
+LAYERS = ("uniform 1", "uniform 3", "uniform 5", "early 5", "middle 5", "late 5", "random 5")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     sweep = cli.Sweep("sweep_target_layers", __doc__, baseline="uniform_5")
-    sweep.vary("--layers", "layers", choices(LAYERS), choices)
+    sweep.vary("--layers", "layers", dict(map(choice, LAYERS)), choice, between=";")
     return sweep.run(argv)
 
 
-def choices(text: str) -> dict[str, dict[str, Any]]:
-    """Choices, which stand one after another by semicolon, and their settings."""
-    return cli.variations(map(choice, text.split(";")))
-
-
-def choice(text: str) -> tuple[str, dict[str, Any]]:
+def choice(text: str) -> cli.Variation:
     """The name and the settings of one choice."""
     words = text.replace(",", " ").split()
-    if words and all(word.isdigit() for word in words):
+    if words and all(word.isdecimal() for word in words):
         settings = {"draft.target_layer_ids": [int(word) for word in words]}
-    elif len(words) == 2 and words[1].isdigit():
+    elif len(words) == 2 and words[1].isdecimal():
         settings = {"draft.layer_choice": words[0], "draft.num_target_layers": int(words[1])}
     else:
-        raise argparse.ArgumentTypeError(f"expected `uniform 5` or layers like `1,8,14`, got {text.strip()!r}")
+        raise argparse.ArgumentTypeError(f"expected `uniform 5` or layers like `1,8,14`, got {text!r}")
     return "_".join(words), settings
 
 

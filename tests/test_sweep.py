@@ -206,7 +206,7 @@ def test_a_joint_grid_has_all_combinations_whatever_the_script_samples_else(caps
 
 
 def test_decays_are_gammas_or_dpace():
-    assert sweep_decay.decays("2, inf,dpace") == {
+    assert dict(map(sweep_decay.decay, ("2", "inf", "dpace"))) == {
         "gamma_2": {"loss.positions": "decay", "loss.gamma": 2},
         "gamma_inf": {"loss.positions": "decay", "loss.gamma": float("inf")},
         "dpace": {"loss.positions": "dpace", "loss.gamma": "tied"},

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,8 +19,10 @@ from typing import Any, NoReturn
 from draftlab import config
 from draftlab.errors import UserError
 
+Variation = tuple[str, dict[str, Any]]
+"""A name, and the settings that it stands for: dotted key -> value."""
 Values = list[Any] | dict[str, dict[str, Any]]
-"""Of a setting; or of variations, name -> dotted key -> value."""
+"""Of a setting; or variations by name."""
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -102,18 +104,23 @@ class Sweep:
         for flag, setting in self.FLAGS.items():
             self.parser.add_argument(flag, help=setting.format("..."))
 
-    def vary(self, option: str, key: str, values: Values, parse: Callable[[str], Values] | None = None) -> None:
+    def vary(
+        self, option: str, key: str, values: Values, read: Callable[[str], Variation] | None = None, between: str = ","
+    ) -> None:
         """Offer a setting to sweep over, or variations of several settings that change together.
 
         Args:
-            option: e.g. --block-sizes; takes other values, or names of variations, by comma.
+            option: e.g. --block-sizes; takes other values, or names of variations.
             key: dotted; or any word, the table's column, where there are variations.
-            values: of the key, unless others are given; or name -> dotted key -> value.
-            parse: reads the option; None is numbers and words by comma, or some of the names.
+            values: of the key, or variations, unless others are given.
+            read: makes a variation of what stands for it in the option; None knows the names in `values` alone.
+            between: stands between two variations.
         """
-        parse = parse or (functools.partial(_among, values) if isinstance(values, dict) else several)
-        shown = ", ".join(map(config.word, values))
-        self.parser.add_argument(option, type=parse, metavar="A,B,...", help=f"{key}; by default {shown}")
+        parse: Callable[[str], Values] = several
+        if isinstance(values, dict):
+            parse = functools.partial(_variations, read=read or functools.partial(_known, values), between=between)
+        shown = f"{between} ".join(map(config.word, values))
+        self.parser.add_argument(option, type=parse, metavar=f"A{between}B", help=f"{key}; by default {shown}")
         self.factors[option] = key, values
 
     def run(self, argv: Sequence[str] | None) -> int:
@@ -167,21 +174,19 @@ def several(text: str) -> list[Any]:
     return [_value(part.strip()) for part in text.split(",")]
 
 
-def variations(pairs: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Names and what they stand for, as an option's reader found them; none may stand there twice."""
+def _variations(text: str, read: Callable[[str], Variation], between: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for name, settings in pairs:
+    for name, settings in (read(part.strip()) for part in text.split(between)):
         if name in found:
             raise argparse.ArgumentTypeError(f"{name} stands there twice")
         found[name] = settings
     return found
 
 
-def _among(known: dict[str, dict[str, Any]], text: str) -> dict[str, dict[str, Any]]:
-    names = [part.strip() for part in text.split(",")]
-    if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {unknown[0]!r}")
-    return variations((name, known[name]) for name in names)
+def _known(variations: dict[str, dict[str, Any]], name: str) -> Variation:
+    if name not in variations:
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(variations)}, got {name!r}")
+    return name, variations[name]
 
 
 def _value(text: str) -> int | float | str:
