@@ -1,7 +1,7 @@
 """Question: which loss trains the best draft?
 
-Varies: the loss (--losses): ce, against the corpus's tokens; l1, tv, kl, reverse_kl, topk_kl, lk, lk_hybrid, against the
-    target's distribution; and ce_l1, a tenth of ce and nine tenths of l1.
+Varies: the loss (--losses): ce, against the corpus's tokens; l1, tv, kl, reverse_kl, topk_kl, lk, lk_hybrid, against
+    the target's distribution; and ce_l1, a tenth of ce and nine tenths of l1.
 Run:    python experiments/sweep_losses.py --seeds 0,1
         python experiments/sweep_losses.py --config configs/tiny.yaml --losses ce,kl,ce_l1
 Writes: as sweep_block_size.py, under outputs/sweep_losses/<UTC time>.

@@ -17,6 +17,7 @@ from draftlab.errors import UserError
 from experiments import (
     ablate_anchors,
     ablate_conditioning,
+    compare_family,
     data_scaling,
     sweep_block_size,
     sweep_decay,
@@ -180,6 +181,7 @@ def test_trials_that_fail_say_why_and_the_others_finish(tmp_path, tracked):
 SCRIPTS = {
     ablate_anchors: (2, []),
     ablate_conditioning: (2, []),
+    compare_family: (6, []),
     data_scaling: (2, ["--conversations", "4,8"]),
     sweep_decay: (14, ["--seeds", "0,1"]),
     sweep_depth: (2, ["--depths", "1,2"]),
@@ -203,6 +205,14 @@ def test_a_joint_grid_has_all_combinations_whatever_the_script_samples_else(caps
     few = ["--block-sizes", "4,8", "--gammas", "4,7", "--layers", "1", "--depths", "1"]
     assert sweep_joint.main([*TINY, "--search", "grid", *few, "--dry-run"]) == 0
     assert "4 trials, 1 at once" in capsys.readouterr().out
+
+
+def test_variants_may_have_another_block_size():
+    name, settings = compare_family.variant("dspark:15")
+    assert name == "dspark_15" and settings == compare_family.VARIANTS["dspark"] | {"draft.block_size": 15}
+    for wrong in ("dspak", "dspark:", "dspark:x", ":8", ""):
+        with pytest.raises(UserError, match=f"--variants: expected some of dflash, dflare, dspark, .* got '{wrong}'"):
+            compare_family.main(["--variants", wrong])
 
 
 def test_decays_are_gammas_or_dpace():
@@ -258,7 +268,7 @@ def steps_of(out):
         (["draft.block_size=8"], "override 'draft.block_size=8': --block-sizes is what sets that here"),
         (["--samples", "4", "search.samples=8"], "override 'search.samples=8': --samples is what sets that here"),
         (["--rank-by", "loss"], "search.rank_by: expected one of acceptance_length"),
-        (["--baseline", "0_2"], "search.baseline: expected one of block_size_4, block_size_8, block_size_16; got '0_2'"),
+        (["--baseline", "0_2"], "search.baseline: expected one of block_size_4, block_size_8, block_size_16; got '0_2"),
         (["--samples", "4"], "search.samples: a grid has all combinations"),
         (["--search", "optuna", "--samples", "4"], "expected search.samples of 1 to 3"),
         (["--seeds", "0,0"], "trial block_size_4-seed_0 would be tried twice"),

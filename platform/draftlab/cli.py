@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import errno
 import functools
 import itertools
@@ -148,10 +149,11 @@ class Sweep:
             if option := taken.get(override.partition("=")[0]):
                 raise UserError(f"override {override!r}: {option} is what sets that here; expected it alone")
         with Progress("loading torch, Ray and MLflow") as say:
-            defaults = dict(self.defaults)
+            defaults = copy.deepcopy(self.defaults)
             if given.get("--search") == "grid":  # all combinations, not the script's own number of samples
-                own = defaults.get("search", {})
-                defaults["search"] = {key: value for key, value in own.items() if key != "samples"}
+                defaults.get("search", {}).pop("samples", None)
+            if given.get("--budget") in ("steps", "tokens"):  # not the script's own seconds
+                defaults.get("train", {}).pop("seconds", None)
             base = config.load(args.config or config.DEFAULT_CONFIG, [*settings, *overrides], defaults)
             values = "; ".join(f"{key} {', '.join(map(config.word, several))}" for key, several in vary.items())
             say(f"{self.experiment} for {base.target.model}: {values or f'draft.block_size {base.draft.block_size}'}")

@@ -20,8 +20,8 @@ from draftlab.errors import UserError
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 DEFAULT_CONFIG = CONFIGS / "smollm2.yaml"
 
-PUBLISHED_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
-"""Loss decay by block size, as published (arXiv:2602.06036, training details)."""
+PUBLISHED_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0, 7: 4.0}
+"""Loss decay by block size, as published (arXiv:2602.06036, training details; 7 as in DSpark's released code)."""
 
 DISTILLED = ("l1", "tv", "kl", "reverse_kl", "topk_kl", "lk", "lk_hybrid")
 """Loss terms that compare the draft's distribution with the target's."""
@@ -152,7 +152,7 @@ class LossConfig(Section):
     to get past each slot, as the draft stands now."""
     gamma: Annotated[float, Field(gt=0, allow_inf_nan=True)] | Literal["tied"] = "tied"
     """Decay length in tokens: slot k weighs exp(-(k-1)/gamma); .inf is no decay; `tied` follows block_size as
-    published (16: 7, 10: 5, 8: 4), and block_size / 2 elsewhere."""
+    published (16: 7, 10: 5, 8 and 7: 4), and block_size / 2 elsewhere."""
     gamma_step: Annotated[float, Field(ge=0)] = 0.0
     """Added to gamma at each epoch (DFlare: 1, from 4.5)."""
     gamma_cap: Annotated[float, Field(gt=0, allow_inf_nan=True)] = math.inf

@@ -115,7 +115,7 @@ MEASURES: dict[str, tuple[Callable[[Sequence[Pair]], np.ndarray], Callable[[np.n
 }
 """What has an interval: items of each case, and the statistic of their sums by prompt."""
 
-COUNTS = ("prompts", "answers", "failed", "rounds", "new_tokens", "divergences")
+COUNTS = ("drafted_tokens", "prompts", "answers", "failed", "rounds", "new_tokens", "divergences")
 
 
 def evaluate(
@@ -470,7 +470,7 @@ def _metrics(
     pairs: Sequence[Pair], rows: Sequence[dict[str, Any]], block_size: int, resamples: int, seed: int
 ) -> dict[str, float]:
     targets, drafts = [pair.target for pair in pairs], [pair.draft for pair in pairs]
-    values: dict[str, float] = {}
+    values: dict[str, float] = {"drafted_tokens": block_size - 1}
     for name in MEASURES:
         values |= _measure(name, pairs, resamples, seed)
     values |= metrics.call_times(targets, drafts)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from draftlab.evaluation import Evaluation
 
 COLUMNS = (
-    "trial", "block_size", "gamma",
+    "trial", "block_size", "drafted_tokens", "gamma",
     "acceptance_length", "acceptance_length_low", "acceptance_length_high", "acceptance_length_macro",
     "speedup", "speedup_low", "speedup_high",
     "draft_ms", "verify_ms", "target_ms",
@@ -37,7 +37,7 @@ COLUMNS = (
 """Columns of results.csv, in this order; others follow."""
 
 TEXT = ("trial", "checkpoint", "mlflow_run_id", "status", "reason")
-WHOLE = ("block_size", "supervised_tokens")
+WHOLE = ("block_size", "drafted_tokens", "supervised_tokens")
 
 STYLE = {
     "font.size": 10,
@@ -215,7 +215,8 @@ def verdict_table(frame: pd.DataFrame) -> str:
 
 def by_block_size(evaluations: Mapping[str, Evaluation]) -> pd.DataFrame:
     """A row a draft and block size: what it was trained with, what it was decoded with, acceptance and speedup."""
-    names = [f"{name}{end}" for name in ("acceptance_length", "speedup") for end in ("", "_low", "_high")]
+    names = ["drafted_tokens"]
+    names += [f"{name}{end}" for name in ("acceptance_length", "speedup") for end in ("", "_low", "_high")]
     return pd.DataFrame(
         {key: found.provenance[key] for key in ("draft", "trained_block_size", "block_size")}
         | {name: found.metrics[name] for name in names}
@@ -236,10 +237,10 @@ def block_size_table(frame: pd.DataFrame) -> str:
 
 def table(frame: pd.DataFrame) -> str:
     """The results for a terminal: intervals in brackets, dashes for what there is none of, failures' reasons below."""
-    number = {"block_size": "{:g}", "gamma": "{:g}", "train_seconds": "{:.0f}", "supervised_tokens": "{:,.0f}"}
+    number = {"block_size": "{:g}", "drafted_tokens": "{:g}", "gamma": "{:g}", "train_seconds": "{:.0f}"}
     shown = pd.DataFrame({"trial": frame["trial"]})
     for column, title in {
-        "block_size": "block", "gamma": "gamma", "acceptance_length": "acceptance length",
+        "block_size": "block", "drafted_tokens": "drafted", "gamma": "gamma", "acceptance_length": "acceptance length",
         "acceptance_length_macro": "macro", "speedup": "speedup", "draft_ms": "draft ms", "verify_ms": "verify ms",
         "target_ms": "target ms", "heldout_acceptance_length": "offline", "train_seconds": "train s",
     }.items():  # fmt: skip

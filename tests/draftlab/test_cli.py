@@ -189,6 +189,18 @@ def test_what_variations_do_not_leave_open_is_refused(asked, argv, complaint):
     assert not asked
 
 
+@pytest.mark.parametrize(
+    "argv, budget, seconds",
+    [([], "time", 60.0), (["--budget=time", "train.seconds=5"], "time", 5.0), (["--budget=steps"], "steps", None)],
+)
+def test_a_scripts_own_seconds_give_way_to_another_budget(asked, argv, budget, seconds):
+    defaults = {"search": {"budget": "time"}, "train": {"seconds": 60.0}}
+    script = cli.Sweep("timed", "Question: which?", defaults)
+    script.run(["--config", str(config.CONFIGS / "tiny.yaml"), *argv])
+    _, base = asked[0]
+    assert (base.search.budget, base.train.seconds) == (budget, seconds) and defaults["train"]
+
+
 def test_a_setting_that_no_chosen_variation_has_is_free(asked):
     course("--courses", "plain", "train.steps=3")
     assert asked[0][1].train.steps == 3

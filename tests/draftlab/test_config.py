@@ -177,7 +177,7 @@ def test_a_batch_that_cannot_be_shared_evenly_is_refused():
     assert "train.batch_size" in message and "6" in message and "8" in message
 
 
-@pytest.mark.parametrize("block_size, gamma", [(16, 7.0), (10, 5.0), (8, 4.0), (4, 2.0), (2, 1.0)])
+@pytest.mark.parametrize("block_size, gamma", [(16, 7.0), (10, 5.0), (8, 4.0), (7, 4.0), (4, 2.0), (2, 1.0)])
 def test_gamma_tied_to_the_block_size_is_as_published(block_size, gamma):
     assert config.load(overrides=[f"draft.block_size={block_size}", "loss.gamma=tied"]).gamma == gamma
 

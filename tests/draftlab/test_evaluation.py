@@ -73,7 +73,7 @@ def test_an_evaluation_says_everything_that_the_contract_asks_for(target):
     values = found.metrics
     for name in ("acceptance_length", "acceptance_length_macro", "speedup", "speedup_end_to_end"):
         assert values[f"{name}_low"] <= values[name] <= values[f"{name}_high"]
-    assert values["prompts"] == 3 and values["failed"] == values["divergences"] == 0
+    assert values["prompts"] == 3 and values["failed"] == values["divergences"] == 0 and values["drafted_tokens"] == 3
     assert values["new_tokens"] == sum(row["new_tokens"] for row in found.prompts)
     assert values["rounds"] == sum(row["rounds"] for row in found.prompts) == 27
     assert sum(found.first_failure) == 24, "each text's last round had one token of room and nothing at stake"
@@ -285,6 +285,7 @@ def test_one_draft_is_decoded_at_each_block_size(target):
     for name, one in found.items():
         assert len(one.survival) == one.provenance["block_size"] - 1 and one.metrics["divergences"] == 0
         assert one.provenance["draft"] == name[0] and one.provenance["trained_block_size"] == (4 if "a" in name else 2)
+        assert one.metrics["drafted_tokens"] == one.provenance["block_size"] - 1
     table = report.block_size_table(report.by_block_size(found))
     assert [line.split()[-3::2] for line in table.splitlines()[1:]] and "a (trained B=4)" in table
     assert len(report.by_block_size(found)) == 6

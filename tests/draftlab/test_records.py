@@ -26,7 +26,8 @@ def test_a_plan_is_read_as_it_was_written(plan, tmp_path, vary):
 
 
 @pytest.mark.parametrize(
-    "damage", ["", "x", "[1]", "{", "base: {train: {stepz: 3}}", "\0", "vary: [1, 2]", "vary: {loss.gamma: 7}", "vary: {loss: {ce: 1}}"]
+    "damage",
+    ["", "x", "[1]", "{", "base: {train: {stepz: 3}}", "\0", "vary: [1, 2]", "vary: {loss.gamma: 7}", "vary: {a: {b: 1}}"],
 )
 def test_a_damaged_plan_is_one_line(plan, tmp_path, damage):
     records.save_plan(tmp_path, plan)

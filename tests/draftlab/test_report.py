@@ -15,7 +15,8 @@ from draftlab.evaluation import Case, Evaluation, Pair
 
 def row(block_size, length, speedup, **more):
     result = {
-        "trial": f"block_size={block_size}", "block_size": block_size, "gamma": block_size / 2,
+        "trial": f"block_size={block_size}", "block_size": block_size, "drafted_tokens": block_size - 1,
+        "gamma": block_size / 2,
         "acceptance_length": length, "acceptance_length_low": length - 0.1, "acceptance_length_high": length + 0.2,
         "acceptance_length_macro": length + 0.05,
         "speedup": speedup, "speedup_low": speedup - 0.05, "speedup_high": speedup + 0.1,
@@ -172,16 +173,16 @@ def test_the_table_shows_intervals_dashes_and_reasons(tmp_path):
     text = report.table(report.write_sweep(ROWS, CURVES, SURVIVALS, tmp_path)).splitlines()
     assert len(text) == 1 + 4 + 1
     assert text[1].split() == (
-        "block_size=4 4 2 1.90 [1.80, 2.10] 1.95 1.20 [1.15, 1.30] 12.34 48.20 33.10 1.80 213 FINISHED".split()
+        "block_size=4 4 3 2 1.90 [1.80, 2.10] 1.95 1.20 [1.15, 1.30] 12.34 48.20 33.10 1.80 213 FINISHED".split()
     )
-    assert text[4].split() == "block_size=32 32 16 - - - - - - - - FAILED".split()
+    assert text[4].split() == "block_size=32 32 - 16 - - - - - - - - FAILED".split()
     assert text[5] == "block_size=32: RuntimeError: no memory"
     assert max(len(line) for line in text) < 160
 
 
 ENDS = ("acceptance_length_low", "acceptance_length_high", "speedup_low", "speedup_high")
 EVALUATION = Evaluation(
-    metrics={"acceptance_length": 2.5, "speedup": 1.5, **dict.fromkeys(ENDS, float("nan"))},
+    metrics={"drafted_tokens": 3, "acceptance_length": 2.5, "speedup": 1.5, **dict.fromkeys(ENDS, float("nan"))},
     survival=[0.75, 0.5, float("nan")],
     conditional_acceptance=[0.75, 2 / 3, float("nan")],
     first_failure=[1, 1, 0, 2],
@@ -205,7 +206,7 @@ def test_an_evaluation_is_written_as_strict_json_with_its_traces_beside_it(tmp_p
 
     results = json.loads((tmp_path / "new" / "results.json").read_text(), parse_constant=refuse)
     nothing = dict.fromkeys(ENDS)
-    assert results[name]["metrics"] == {"acceptance_length": 2.5, "speedup": 1.5, **nothing}
+    assert results[name]["metrics"] == {"drafted_tokens": 3, "acceptance_length": 2.5, "speedup": 1.5, **nothing}
     assert results[name]["survival"] == [0.75, 0.5, None]
     assert results[name]["prompts"][0]["acceptance_length"] == 2.5
     assert "traces" not in results[name]
