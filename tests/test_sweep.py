@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from mlflow import MlflowClient
 
-from draftlab import checkpoint, cli, config, sweep
+from draftlab import checkpoint, cli, config, records, sweep
 from draftlab.errors import UserError
 from experiments import (
     ablate_anchors,
@@ -93,13 +93,13 @@ def test_a_run_goes_on_after_sigkill_and_after_sigterm_and_leaves_none_running(t
     begin = [*TINY, override, "--out", str(out), "train.steps=200", "train.eval_every=10"]
 
     # SIGKILL: nothing can be put away; the next start finds it.
-    driver = until_step(20, [*script, *begin])
+    driver = until(r"step [2-9]\d/", [*script, *begin])
     driver.kill()
     driver.communicate(timeout=60)
     assert {run.info.status for run in runs_of(client).values()} == {"RUNNING"}
 
     # SIGTERM: all is put away, and how to go on is told.
-    driver = until_step(60, [*script, "--resume", str(out)])
+    driver = until(r"step ([6-9]\d|1\d\d)/", [*script, "--resume", str(out)])
     driver.send_signal(signal.SIGTERM)
     said, _ = driver.communicate(timeout=60)
     assert driver.returncode == 130
@@ -118,6 +118,64 @@ def test_a_run_goes_on_after_sigkill_and_after_sigterm_and_leaves_none_running(t
     assert all(later - earlier > -20 for earlier, later in zip(steps, steps[1:]))
     frame = pd.read_csv(out / "results.csv")
     assert list(frame["status"]) == ["FINISHED"] and frame.loc[0, "acceptance_length"] >= 1
+
+
+def test_a_gate_proposes_layers_to_the_trials_after_it_also_if_the_driver_is_killed_between(tmp_path, tracked):
+    override, client = tracked
+    out = tmp_path / "out"
+    script = [sys.executable, str(ROOT / "experiments" / "sweep_target_layers.py")]
+    begin = [*TINY, override, "--out", str(out), "--layers", "late 1; gate 1; uniform 1", "--baseline", "uniform_1"]
+    driver = until(r"gate_1: step [2-9]\d/", [*script, *begin, "train.steps=80", "train.eval_every=10"])
+    driver.kill()
+    driver.communicate(timeout=60)
+    plan = records.load_plan(out)
+    assert sorted(plan.proposed) == [0, 1, 2]
+    before = {name: steps_of(out, name) for name in ("gate", "late_1")}
+    assert all(steps[-1] == 80 for steps in before.values())
+
+    assert sweep_target_layers.main(["--resume", str(out)]) == 0
+    assert {name: steps_of(out, name) for name in before} == before  # what had ended was not trained again
+    steps = steps_of(out, "gate_1")
+    assert steps[-1] == 80 and sum(later <= earlier for earlier, later in zip(steps, steps[1:])) <= 1
+    assert all(later - earlier > -20 for earlier, later in zip(steps, steps[1:]))
+    frame = pd.read_csv(out / "results.csv").set_index("trial")
+    assert list(frame.index) == ["gate", "late_1", "gate_1", "uniform_1"] and set(frame["status"]) == {"FINISHED"}
+
+    # One finished run a trial, the retrained draft is a plain one with the layer that the gate puts first.
+    runs = runs_of(client)
+    assert len(runs) == len(client.search_runs([client.get_experiment_by_name("draftlab").experiment_id])) == 5
+    assert {run.info.status for run in runs.values()} == {"FINISHED"}
+    assert not any("draftlab.params_changed" in run.data.tags for run in runs.values())
+    gate, _ = checkpoint.load(out / "trials" / "gate" / "draft")
+    assert gate.spec.variant == "gated" and gate.spec.target_layer_ids == (0, 1, 2)
+    assert gate.layer_order() == plan.proposed == records.load_plan(out).proposed
+    draft, info = checkpoint.load(out / "trials" / "gate_1" / "draft")
+    assert draft.spec.variant == "dflash" and draft.spec.target_layer_ids == tuple(plan.proposed[:1])
+    assert runs["gate_1"].data.params["draft.target_layer_ids"] == str(plan.proposed[:1])
+
+    # The gate itself is no answer, but its shares are shown with the verdict.
+    assert list(pd.read_csv(out / "gate.csv")["layer"]) == plan.proposed
+    verdicts = pd.read_csv(out / "verdicts.csv").set_index("arm")["verdict"]
+    assert set(verdicts.index) == {"late_1", "gate_1", "uniform_1"} and verdicts["uniform_1"] == "baseline"
+    page = (out / "report.md").read_text()
+    said = rf"The gate proposes layers {plan.proposed[0]} \(gate_1\); against uniform_1 .*: {verdicts['gate_1']}\."
+    assert re.search(said, page) and "![gate.png](gate.png)" in page
+    parent = runs[f"sweep_target_layers {out.name}"].info.run_id
+    assert {path.path for path in client.list_artifacts(parent)} >= {"gate.csv", "gate.png"}
+
+
+def test_a_gate_that_fails_leaves_the_others_to_finish(tmp_path, tracked, capsys):
+    override, _ = tracked
+    run = config.load(TINY[1], [*TINY[2:], override])
+    layers = {name: {"draft.layer_choice": name, "draft.num_target_layers": 1} for name in ("gate", "late")}
+    question = sweep.Question("gates", "Which?", {"layers": {"gate_1": layers["gate"], "late_1": layers["late"]}},
+                              probe={"draft.variant": "gated", "train.lr": 1e30})  # fmt: skip
+    assert sweep.start(question, run, tmp_path / "out", lambda *_, **__: None) == 1
+    frame = pd.read_csv(tmp_path / "out" / "results.csv").set_index("trial")
+    assert frame["status"].to_dict() == {"gate": "FAILED", "gate_1": "FAILED", "late_1": "FINISHED"}
+    assert "FloatingPointError" in frame.loc["gate", "reason"]
+    assert frame.loc["gate_1", "reason"] == "gate proposed no layers"
+    assert records.Record(tmp_path / "out" / "trials" / "gate_1").status is None  # to be tried again
 
 
 def test_a_joint_search_stops_the_weak_early_and_goes_on_where_it_was(tmp_path, tracked, capsys):
@@ -187,7 +245,7 @@ SCRIPTS = {
     sweep_depth: (2, ["--depths", "1,2"]),
     sweep_joint: (16, ["--layers", "1"]),
     sweep_losses: (9, []),
-    sweep_target_layers: (3, ["--layers", "uniform 1; late 2; 0, 2"]),
+    sweep_target_layers: (4, ["--layers", "uniform 1; gate 2; 0, 2"]),
 }
 
 
@@ -229,24 +287,24 @@ def test_decays_are_gammas_or_dpace():
 
 @pytest.mark.parametrize("text", ["uniform", "5 uniform", "uniform x", ""])
 def test_layers_that_are_neither_a_choice_nor_a_list_are_refused(text):
-    with pytest.raises(UserError, match="--layers: expected `uniform 5` or layers like"):
+    with pytest.raises(UserError, match="--layers: expected `gate 5`, `uniform 5` or layers like"):
         sweep_target_layers.main(["--layers", text])
 
 
-def until_step(step, command):
-    """Start a script and read until its training has come to a step."""
+def until(pattern, command):
+    """Start a script and read until it says so."""
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
     said = []
     for line in driver.stdout:
         said.append(line)
-        if (found := re.search(r"step (\d+)/", line)) and int(found[1]) >= step:
+        if re.search(pattern, line):
             return driver
-    raise AssertionError(f"step {step} never came:\n{''.join(said)}")
+    raise AssertionError(f"{pattern} never came:\n{''.join(said)}")
 
 
-def steps_of(out):
-    lines = (out / "trials" / "draft" / "reports.jsonl").read_text().splitlines()
+def steps_of(out, name="draft"):
+    lines = (out / "trials" / name / "reports.jsonl").read_text().splitlines()
     return [json.loads(line)["step"] for line in lines]
 
 
@@ -286,6 +344,23 @@ def test_a_bad_input_is_one_line_and_exit_code_2_before_anything_is_written(
     assert complaint in error and error.startswith("error: ") and error.count("\n") == 1
     assert not out.exists()
     assert client.get_experiment_by_name("draftlab") is None or not runs_of(client)
+
+
+@pytest.mark.parametrize(
+    "layers, complaint",
+    [
+        ("uniform 1; uniform 40", "trial uniform_40: draft.num_target_layers: a target of 4 layers has 1 to spread over"),
+        ("gate 40; uniform 1", "trial gate_40: draft.num_target_layers: the gate has 3 layers to choose from, got 40"),
+        ("uniform 1; uniforn 1", "trial uniforn_1: override: draft.layer_choice: string should match"),
+        ("0,1; 1,3", "trial 1_3: .* the last layer"),
+        ("late 1; early 1; late 1", "argument --layers: late_1 stands there twice"),
+    ],
+)
+def test_a_value_that_one_trial_alone_cannot_have_is_refused_at_the_start(layers, complaint, tmp_path, tracked):
+    override, client = tracked
+    with pytest.raises(UserError, match=complaint):
+        sweep_target_layers.main([*TINY, override, "--out", str(tmp_path / "out"), "--layers", layers])
+    assert not (tmp_path / "out").exists() and client.get_experiment_by_name("draftlab") is None
 
 
 @pytest.mark.parametrize("script", [sweep_block_size, train_script])

@@ -75,6 +75,7 @@ class Sweep:
         doc: its docstring; the first line is the question that it answers.
         defaults: section -> settings in which the script differs from the defaults; a config or an override wins.
         baseline: the arm that the others are compared with, unless search.baseline names another.
+        probe: settings of a trial that comes first and proposes the layers of those with draft.layer_choice=gate.
     """
 
     FLAGS = {
@@ -91,9 +92,14 @@ class Sweep:
     """Short names of settings."""
 
     def __init__(
-        self, experiment: str, doc: str | None, defaults: dict[str, Any] | None = None, baseline: str | None = None
+        self,
+        experiment: str,
+        doc: str | None,
+        defaults: dict[str, Any] | None = None,
+        baseline: str | None = None,
+        probe: dict[str, Any] | None = None,
     ) -> None:
-        self.experiment, self.defaults, self.baseline = experiment, defaults or {}, baseline
+        self.experiment, self.defaults, self.baseline, self.probe = experiment, defaults or {}, baseline, probe
         question = (doc or "").partition("\n")[0].removeprefix("Question: ")
         self.question = question[:1].upper() + question[1:]
         self.factors: dict[str, tuple[str, Values]] = {}
@@ -159,7 +165,7 @@ class Sweep:
             say(f"{self.experiment} for {base.target.model}: {values or f'draft.block_size {base.draft.block_size}'}")
             from draftlab import sweep
 
-            question = sweep.Question(self.experiment, self.question, vary, self.baseline)
+            question = sweep.Question(self.experiment, self.question, vary, self.baseline, self.probe)
             return sweep.dry_run(question, base, say) if args.dry_run else sweep.start(question, base, args.out, say)
 
 

@@ -166,6 +166,7 @@ def run_trials(
     points: Mapping[str, tuple[int, ...]] | None = None,
     history: Mapping[str, Sequence[Mapping[str, float]]] | None = None,
     begun: Sequence[str] = (),
+    time_budget: float | None = None,
 ) -> None:
     """Train every run, or those that a search chooses, each as a Ray Train job; return when the last one has ended.
 
@@ -177,9 +178,10 @@ def run_trials(
         prepared: from `draftlab.train.prepare` over all of them.
         folder: the sweep's; Ray keeps its state and the checkpoints in `ray/`.
         watch: hears of every start, report, restart and end.
-        points: trial name -> the place of each varied value; what Optuna searches.
+        points: trial name -> the place of each varied value; what Optuna searches. None: all runs are trained.
         history: trial name -> what a trial that has ended before reported; searches and ASHA go on from there.
         begun: trials that Optuna chose before and that have not ended.
+        time_budget: seconds after which those that still run are stopped.
 
     Raises:
         UserError: the machine is too small for one trial, or there is no cluster at `cluster.address`.
@@ -196,7 +198,7 @@ def run_trials(
         launch = functools.partial(_launch, runs=dict(runs), prepared=prepared, folder=folder, shares=shares)
         # Where a trial itself runs; not a core, or two trials with a core each could leave none for their workers.
         place = tune.PlacementGroupFactory([{"node:__internal_head__": 0.001}])
-        if search.method == "optuna":
+        if points is not None:
             optuna.logging.set_verbosity(optuna.logging.ERROR)
             searcher = _Optuna({name: points[name] for name in (*runs, *history)}, history, begun, widest.seed)
             which = {"search_alg": searcher, "num_samples": search.samples - len(history)}
@@ -210,7 +212,7 @@ def run_trials(
             tune_config=tune.TuneConfig(
                 max_concurrent_trials=shares.concurrent,
                 scheduler=_asha(search, history) if search.scheduler == "asha" else None,
-                time_budget_s=search.time_budget,
+                time_budget_s=time_budget,
                 trial_name_creator=_trial_name,
                 trial_dirname_creator=_trial_name,
                 reuse_actors=search.scheduler == "none",  # a trial that was stopped doesn't give its process back

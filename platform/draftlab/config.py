@@ -106,9 +106,9 @@ class DraftConfig(Section):
     """L: draft layers."""
     num_target_layers: Annotated[int, Field(ge=1)] = 5
     """T: how many target layers are tapped when target_layer_ids is not given."""
-    layer_choice: Annotated[str, Field(pattern=r"^(uniform|early|middle|late|random\d*)$")] = "uniform"
-    """Which T layers then: `uniform` is spread from the second to the third-to-last; the others are controls, with
-    random1, random2, ... further random draws."""
+    layer_choice: Annotated[str, Field(pattern=r"^(uniform|early|middle|late|random\d*|gate)$")] = "uniform"
+    """Which T layers then: `uniform` is spread from the second to the third-to-last; early, middle, late, random and
+    random1, random2, ..., further random draws, are controls; `gate` are those that the probe of a sweep proposes."""
     target_layer_ids: list[int] | None = None
     """Tapped layers, 0-based, read at each layer's output."""
     mask_token_id: int | None = None

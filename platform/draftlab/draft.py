@@ -84,9 +84,14 @@ def choose_layer_ids(choice: str, count: int, num_layers: int) -> tuple[int, ...
         choice: `uniform`; or a control of the same size: `early`, `middle`, `late`, `random`, `random1`, ...
 
     Raises:
-        UserError: there are not that many.
+        UserError: there are not that many, or a probe has to propose them.
     """
     most = num_layers - 1
+    if choice == "gate":
+        raise UserError(
+            "draft.layer_choice=gate: only experiments/sweep_target_layers.py, whose probe proposes the layers, knows "
+            "which they are; expected draft.target_layer_ids"
+        )
     if choice == "uniform" and count > max(1, num_layers - 3):
         raise UserError(
             f"draft.num_target_layers: a target of {num_layers} layers has {max(1, num_layers - 3)} to spread over "

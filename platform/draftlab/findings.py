@@ -107,8 +107,27 @@ def answer(found: Sequence[Verdict], measure: str) -> str:
         if equal:
             return f"{text}, but it is not told apart from {', '.join(equal)}."
         return f"{text}, and every other is worse beyond the noise."
-    change = f"{best.difference:+.2f} [{best.difference_low:+.2f}, {best.difference_high:+.2f}]"
-    return f"{text}; against the baseline {baseline.arm} that is {change}: {best.verdict}."
+    return f"{text}; against the baseline {baseline.arm} that is {_change(best)}: {best.verdict}."
+
+
+def proposal(arm: str, layers: Sequence[int], found: Sequence[Verdict]) -> str:
+    """What became of the layers that a gate proposed.
+
+    Args:
+        arm: whose trials were trained with them.
+    """
+    text = f"The gate proposes layers {', '.join(map(str, layers))} ({arm})"
+    one = next((one for one in found if one.arm == arm), None)
+    if one is None:
+        return f"{text}; nothing was measured with them."
+    if one.verdict == "baseline":
+        return f"{text}, which the others are compared with."
+    baseline = next(one for one in found if one.verdict == "baseline")
+    return f"{text}; against {baseline.arm} that is {_change(one)}: {one.verdict}."
+
+
+def _change(one: Verdict) -> str:
+    return f"{one.difference:+.2f} [{one.difference_low:+.2f}, {one.difference_high:+.2f}]"
 
 
 def page(title: str, question: str, sentence: str, found: Sequence[Verdict], table: str, figures: Sequence[str]) -> str:

@@ -49,6 +49,10 @@ class Plan(Section):
     """The arm that the others are compared with; None, or one that has no result, is the best."""
     base: Run
     """What all trials share."""
+    probe: dict[str, Any] | None = None
+    """Settings of a trial that comes before the others and puts the target's layers in order."""
+    proposed: list[int] | None = None
+    """That order, from when it is known: resumed or not, the others keep it."""
     tracking_uri: str
     mlflow_run_id: str
     """The parent run."""

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +168,34 @@ def write_layer_mix(mix: np.ndarray, layer_ids: Sequence[int], path: Path) -> No
         axis.set_title("Share of each tapped layer in what a draft layer reads")
         figure.colorbar(image)
         figure.savefig(path)
+
+
+def write_gate(
+    shares: Sequence[float], layer_ids: Sequence[int], taken: Collection[int], verdicts: Sequence[str], out: Path
+) -> None:
+    """Write gate.csv and gate.png: the share that a gate gives each candidate layer, and what became of it.
+
+    Args:
+        shares: of the layers, adding up to 1.
+        layer_ids: the candidates.
+        taken: those of them that were proposed.
+        verdicts: of the drafts that were trained with them, as sentences.
+        out: folder.
+    """
+    frame = pd.DataFrame({"layer": layer_ids, "share": shares, "proposed": [layer in taken for layer in layer_ids]})
+    frame.sort_values("share", ascending=False).to_csv(out / "gate.csv", index=False)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(max(6.4, 1.6 + 0.26 * len(frame)), 3.6))
+        axis = figure.subplots()
+        axis.bar(range(len(frame)), frame["share"], color=[INK if one else FADED for one in frame["proposed"]])
+        axis.axhline(1 / len(frame), color=BAD, linewidth=1.2, linestyle="--", label="where the gate began")
+        axis.set_xticks(range(len(frame)), [str(layer) for layer in layer_ids], fontsize=8)
+        axis.set_xlabel("target layer (dark: proposed)")
+        axis.set_ylabel("share in what the draft reads")
+        axis.set_title("\n".join(textwrap.fill(text, 90) for text in verdicts), fontsize=9)
+        axis.grid(axis="x", visible=False)
+        axis.legend(fontsize=9)
+        figure.savefig(out / "gate.png")
 
 
 def write_surface(rows: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str, Any]], out: Path) -> None:

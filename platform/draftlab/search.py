@@ -22,6 +22,9 @@ from draftlab.config import Run, word
 from draftlab.draft import Draft, adapt
 from draftlab.errors import UserError
 
+PROBE = "gate"
+"""The trial that comes before the others of a sweep and puts the target's layers in order; an arm of its own."""
+
 Vary = Mapping[str, Sequence[Any] | Mapping[str, Mapping[str, Any]]]
 """Dotted key -> its values; or word -> name of a variation -> dotted key -> value."""
 
@@ -41,12 +44,18 @@ class Trial:
     run: Run
 
 
-def trials(base: Run, vary: Vary) -> dict[str, Trial]:
+def trials(
+    base: Run, vary: Vary, probe: Mapping[str, Any] | None = None, proposed: Sequence[int] | None = None
+) -> dict[str, Trial]:
     """The trials by name: those to be run, or for Optuna those among which it chooses.
 
     Args:
         base: what all of them share; its `search` says which and what is equal.
         vary: what is varied.
+        probe: the settings of PROBE, which comes first where a trial has draft.layer_choice=gate; its
+            draft.target_layer_ids are the candidates.
+        proposed: the candidates in the order that PROBE proposes, of which such a trial taps the first ones. None,
+            before that is known, leaves them as they stand: enough to check and to estimate by.
 
     Raises:
         UserError: naming the trial that has an unknown key, a wrong value or stands there twice; settings of the
@@ -74,10 +83,33 @@ def trials(base: Run, vary: Vary) -> dict[str, Trial]:
         if name in found:
             raise UserError(f"trial {name} would be tried twice")
         try:
-            found[name] = Trial(name, arm, point, values, base.replace(changes))
+            run = base.replace(changes)
+            if probe and run.draft.layer_choice == "gate":
+                run = _tapping(run, proposed or probe["draft.target_layer_ids"])
+            found[name] = Trial(name, arm, point, values, run)
         except UserError as error:
             raise UserError(f"trial {name}: {error}") from error
+    if probe and any(trial.run.draft.layer_choice == "gate" for trial in found.values()):
+        try:
+            columns = [key.rpartition(".")[2] for key in vary]
+            first = Trial(PROBE, PROBE, (), dict.fromkeys(columns, PROBE), base.replace(dict(probe)))
+        except UserError as error:
+            raise UserError(f"trial {PROBE}: {error}") from error
+        found = {PROBE: first, **found}
     return _equal_tokens(found) if search.budget == "tokens" else found
+
+
+def count(base: Run, trials: Mapping[str, Trial]) -> int:
+    """How many of the trials are run."""
+    return base.search.samples + (PROBE in trials) if base.search.method == "optuna" else len(trials)
+
+
+def _tapping(run: Run, order: Sequence[int]) -> Run:
+    """The run with the first draft.num_target_layers of these layers."""
+    count = run.draft.num_target_layers
+    if count > len(order):
+        raise UserError(f"draft.num_target_layers: the gate has {len(order)} layers to choose from, got {count}")
+    return run.replace({"draft.target_layer_ids": sorted(order[:count])})
 
 
 def _check(base: Run, combinations: int) -> None:

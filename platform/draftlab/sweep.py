@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +56,9 @@ class Question:
     """What is varied; empty is a single trial."""
     baseline: str | None = None
     """The arm that the others are compared with, unless search.baseline names another."""
+    probe: Mapping[str, Any] | None = None
+    """Settings of a trial that comes first and proposes layers to those that have draft.layer_choice=gate; its
+    candidates are features.layers, or all that can be tapped."""
 
 
 def start(question: Question, base: Run, out: Path | None, say: Say) -> int:
@@ -72,7 +77,8 @@ def start(question: Question, base: Run, out: Path | None, say: Say) -> int:
         KeyboardInterrupt: when everything has been put away.
     """
     base = _anchor(base)
-    trials = _trials(base, question.vary)
+    probe = _probe(question, base)
+    trials = _trials(base, question.vary, probe)
     name = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}"
     folder = expand(str(out or OUTPUTS / question.experiment / name)).resolve()
     report.check_folder(folder)
@@ -93,6 +99,7 @@ def start(question: Question, base: Run, out: Path | None, say: Say) -> int:
             vary=dict(question.vary),
             baseline=base.search.baseline or question.baseline,
             base=base,
+            probe=probe,
             tracking_uri=store.uri,
             mlflow_run_id=parent,
             prepared=_fingerprints(prepared),
@@ -111,7 +118,7 @@ def resume(folder: Path, say: Say) -> int:
     """
     folder = expand(str(folder)).resolve()
     plan = load_plan(folder)
-    trials = _trials(plan.base, plan.vary)
+    trials = _trials(plan.base, plan.vary, plan.probe, plan.proposed)
     with alone(folder):
         store = _store(plan.base, plan.tracking_uri, say)
         prepared = train.prepare({name: trial.run for name, trial in trials.items()}, say)
@@ -130,7 +137,7 @@ def dry_run(question: Question, base: Run, say: Say) -> int:
         UserError: as `start`, for what can be known without loading the target.
     """
     base = _anchor(base)
-    trials = _trials(base, question.vary)
+    trials = _trials(base, question.vary, _probe(question, base))
     target = load_target_config(base.target)
     say("measuring the machine", doing="measuring the machine")
     shares = cluster.share_here(base, len(trials))
@@ -152,7 +159,7 @@ def dry_run(question: Question, base: Run, say: Say) -> int:
         }
         for name, cost in costs.items()
     ]
-    count = base.search.samples if base.search.method == "optuna" else len(trials)
+    count = search.count(base, trials)
     longest, mean = (pick([cost.seconds for cost in costs.values()]) for pick in (max, lambda all: sum(all) / len(all)))
     seconds = min(max(longest, mean * count / shares.concurrent), base.search.time_budget or float("inf"))
     conversations = base.corpus.conversations or corpus.count_rows(base.corpus)
@@ -174,6 +181,7 @@ class _Sweep:
     def __init__(self, plan: Plan, trials: dict[str, Trial], folder: Path, store: Store, say: Say) -> None:
         self.plan, self.trials, self.folder, self.store, self.say = plan, trials, folder, store, say
         self.search = plan.base.search
+        self.until = time.monotonic() + (self.search.time_budget or math.inf)
 
     def run(self, prepared: train.Prepared) -> int:
         """Train what isn't trained, evaluate what isn't evaluated, report."""
@@ -185,7 +193,7 @@ class _Sweep:
             for name, record in self.records.items():
                 if record.status == TRAINED:  # in an earlier process
                     self._start_run(name)
-            self._train()
+            self._train(self._propose())
             self._evaluate()
             return self._report()
         except (KeyboardInterrupt, SystemExit):
@@ -197,19 +205,46 @@ class _Sweep:
             self._close(FAILED, f"{type(error).__name__}: {error}")
             raise
 
-    def _train(self) -> None:
-        done = {name: record.reports() for name, record in self.records.items() if record.status in ENDED}
-        todo = {name: trial.run for name, trial in self.trials.items() if name not in done}
-        count = self._count() - len(done)
+    def _propose(self) -> list[str]:
+        """Train the probe, where there is one, and let those that ask have the layers that it proposes.
+
+        Returns:
+            The trials that can be trained now.
+        """
+        if search.PROBE not in self.trials:
+            return list(self.trials)
+        self._train([search.PROBE])
+        probe = self.records[search.PROBE]
+        if self.plan.proposed is None and probe.status in ENDED:
+            order = checkpoint.load(probe.draft)[0].layer_order()
+            self.plan = self.plan.model_copy(update={"proposed": order})
+            save_plan(self.folder, self.plan)
+            self.trials = _trials(self.plan.base, self.plan.vary, self.plan.probe, order)
+            self.say(f"{search.PROBE}: puts the target's layers in the order {', '.join(map(str, order))}")
+        lost = [] if self.plan.proposed else self._asking()
+        for name in lost:
+            self.records[name].change(status=FAILED, reason=f"{search.PROBE} proposed no layers")
+        return [name for name in self.trials if name not in (search.PROBE, *lost)]
+
+    def _asking(self) -> list[str]:
+        """The trials whose layers the probe proposes."""
+        return [name for name, trial in self.trials.items() if trial.run.draft.layer_choice == "gate"]
+
+    def _train(self, names: Sequence[str]) -> None:
+        done = {name: self.records[name].reports() for name in names if self.records[name].status in ENDED}
+        todo = {name: self.trials[name].run for name in names if name not in done}
+        chosen = self.search.method == "optuna" and search.PROBE not in names
+        count = (self.search.samples if chosen else len(names)) - len(done)
         if count < 1:
             return
         self.say(f"{count} of {self._count()} trials to train; starting Ray", doing="starting Ray")
-        points = {name: trial.point for name, trial in self.trials.items()}
+        points = {name: self.trials[name].point for name in names} if chosen else None
         begun = [name for name in todo if self.records[name].status]
-        cluster.run_trials(todo, self.prepared, self.folder, self, points, done, begun)
+        left = max(1.0, self.until - time.monotonic()) if self.search.time_budget else None
+        cluster.run_trials(todo, self.prepared, self.folder, self, points, done, begun, left)
 
     def _count(self) -> int:
-        return self.search.samples if self.search.method == "optuna" else len(self.trials)
+        return search.count(self.plan.base, self.trials)
 
     # What the cluster tells
 
@@ -330,7 +365,7 @@ class _Sweep:
         curves = {name: self.records[name].reports() for name in known}
         varied = [key.rpartition(".")[2] for key, values in self.plan.vary.items() if len(values) > 1]
         found = self._verdicts()
-        sentence = findings.answer(found, self.search.rank_by)
+        sentence = " ".join([findings.answer(found, self.search.rank_by), *self._proposals(found)])
         frame = report.write_sweep([self._row(name) for name in known], curves, survivals, self.folder, varied)
         if found:
             report.write_verdicts(findings.frame(found), self.folder)
@@ -364,7 +399,7 @@ class _Sweep:
         """Of the arms that were decoded, by the measure that the sweep ranks by."""
         arms: dict[str, dict[int, list[evaluation.Pair]]] = {}
         for name, record in self.records.items():
-            if record.status == FINISHED:
+            if record.status == FINISHED and name != search.PROBE:
                 trial = self.trials[name]
                 arms.setdefault(trial.arm, {})[trial.run.seed] = record.pairs()
         base = self.plan.base
@@ -376,6 +411,17 @@ class _Sweep:
                 self.store.log_metrics(record.run_id, ends | {"difference_high": one.difference_high})
         return found
 
+    def _proposals(self, found: Sequence[findings.Verdict]) -> list[str]:
+        """What became of the probe's proposal, by arm; and its picture."""
+        if self.plan.proposed is None or self.records[search.PROBE].status not in ENDED:
+            return []
+        layers = {self.trials[name].arm: self.trials[name].run.draft.target_layer_ids for name in self._asking()}
+        texts = [findings.proposal(arm, ids, found) for arm, ids in layers.items()]
+        gate, _ = checkpoint.load(self.records[search.PROBE].draft)
+        shares, taken = gate.layer_mix()[0].tolist(), {layer for ids in layers.values() for layer in ids}
+        report.write_gate(shares, gate.spec.target_layer_ids, taken, texts, self.folder)
+        return texts
+
     def _tell(self, one: findings.Verdict) -> None:
         change = f"{one.difference:+.2f} [{one.difference_low:+.2f}, {one.difference_high:+.2f}]"
         beside = "the baseline" if one.verdict == "baseline" else f"{one.verdict}, {change} against the baseline"
@@ -383,9 +429,11 @@ class _Sweep:
         self.say(f"{one.arm}: {measure} {one.value:.2f} [{one.low:.2f}, {one.high:.2f}], {beside}")
 
     def _log_best(self, frame: pd.DataFrame) -> None:
-        if self.search.rank_by not in frame or frame[self.search.rank_by].isna().all():
+        if self.search.rank_by not in frame:
             return
-        measured = frame[frame[self.search.rank_by].notna()]
+        measured = frame[frame[self.search.rank_by].notna() & frame["trial"].ne(search.PROBE)]
+        if measured.empty:
+            return
         best = measured.loc[measured[self.search.rank_by].idxmax()]
         numbers = ("acceptance_length", "speedup", cluster.SCORE)
         metrics = {f"best.{number}": float(best[number]) for number in numbers if pd.notna(best[number])}
@@ -415,13 +463,23 @@ class _Sweep:
         self.store.end_run(self.plan.mlflow_run_id, status, reason)
 
 
-def _trials(base: Run, vary: Vary) -> dict[str, Trial]:
+def _probe(question: Question, base: Run) -> dict[str, Any] | None:
+    """The settings of the question's probe, with its candidates."""
+    if question.probe is None:
+        return None
+    candidates = base.features.layers or list(range(load_target_config(base.target).num_hidden_layers - 1))
+    return {**question.probe, "draft.target_layer_ids": candidates}
+
+
+def _trials(
+    base: Run, vary: Vary, probe: Mapping[str, Any] | None, proposed: Sequence[int] | None = None
+) -> dict[str, Trial]:
     """The trials, and what can be refused of them before any work."""
     if base.search.rank_by not in evaluation.MEASURES:
         known = ", ".join(evaluation.MEASURES)
         raise UserError(f"search.rank_by: expected one of {known}; got {base.search.rank_by!r}")
-    trials = search.trials(base, vary)
-    arms = list(dict.fromkeys(trial.arm for trial in trials.values()))
+    trials = search.trials(base, vary, probe, proposed)
+    arms = list(dict.fromkeys(trial.arm for name, trial in trials.items() if name != search.PROBE))
     if base.search.baseline not in (None, *arms):
         raise UserError(f"search.baseline: expected one of {', '.join(arms)}; got {base.search.baseline!r}")
     if base.cluster.address == "local":

@@ -95,6 +95,21 @@ def test_the_sentence_answers_the_question(arms, baseline, sentence):
     assert all(f"| {arm} |" in page for arm in arms)
 
 
+@pytest.mark.parametrize(
+    "arm, baseline, sentence",
+    [
+        ("high", "low", "The gate proposes layers 3, 7 (high); against low that is +1.00 [+1.00, +1.00]: better."),
+        ("low", "high", "The gate proposes layers 3, 7 (low); against high that is -1.00 [-1.00, -1.00]: worse."),
+        ("low", "low", "The gate proposes layers 3, 7 (low), which the others are compared with."),
+        ("lost", "low", "The gate proposes layers 3, 7 (lost); nothing was measured with them."),
+    ],
+)
+def test_a_gates_proposal_is_confirmed_or_refuted_by_a_sentence(arm, baseline, sentence):
+    found = list(judged({"low": {0: pairs(NOISY)}, "high": {0: pairs(HIGHER)}}, baseline).values())
+    assert findings.proposal(arm, [3, 7], found) == sentence
+    assert findings.proposal(arm, [3], []).endswith("nothing was measured with them.")
+
+
 def test_the_table_has_a_row_an_arm():
     frame = findings.frame(findings.verdicts({"a": {0: pairs(NOISY)}}, "acceptance_length", None, 100, 0))
     assert frame.loc[0, "arm"] == "a" and frame.loc[0, "verdict"] == "baseline"

@@ -20,7 +20,8 @@ def plan(tiny_run):
 
 @pytest.mark.parametrize("vary", [{}, {"layers": {"late_2": {"draft.num_target_layers": 2}, "0_2": {}}}])
 def test_a_plan_is_read_as_it_was_written(plan, tmp_path, vary):
-    plan = plan.model_copy(update={"vary": plan.vary | vary})
+    probe = {"draft.variant": "gated", "draft.target_layer_ids": [0, 2]}
+    plan = plan.model_copy(update={"vary": plan.vary | vary, "probe": probe, "proposed": [2, 0]})
     records.save_plan(tmp_path, plan)
     assert records.load_plan(tmp_path) == plan
 

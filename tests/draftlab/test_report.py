@@ -231,6 +231,14 @@ def test_a_layer_mix_is_a_picture(tmp_path, rows):
     assert imread(tmp_path / "layer_mix.png").std() > 0.01
 
 
+def test_a_gates_shares_are_a_picture_and_a_table_the_largest_first(tmp_path):
+    report.write_gate([0.2, 0.5, 0.3], [1, 8, 14], {8, 14}, ["better " * 30, "worse"], tmp_path)
+    assert imread(tmp_path / "gate.png").std() > 0.01
+    assert (tmp_path / "gate.csv").read_text().split() == [
+        "layer,share,proposed", "8,0.5,True", "14,0.3,True", "1,0.2,False",
+    ]  # fmt: skip
+
+
 def test_a_results_folder_that_is_in_use_or_cannot_be_made_is_refused(tmp_path):
     report.check_folder(tmp_path / "new" / "deeper")
     report.check_folder(tmp_path)

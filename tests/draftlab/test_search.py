@@ -48,6 +48,58 @@ def test_several_seeds_are_several_trials_of_an_arm(tiny_run):
     assert {trial.arm for trial in trials.values()} == {"block_size_2", "block_size_8"}
 
 
+GATE = {"draft.variant": "gated", "draft.target_layer_ids": [0, 1, 2]}
+LAYERS = {
+    f"{choice}_{count}": {"draft.layer_choice": choice, "draft.num_target_layers": count}
+    for choice, count in (("gate", 2), ("gate", 1), ("late", 2))
+}
+
+
+def test_a_probe_comes_first_and_its_proposal_is_what_the_others_tap(tiny_run):
+    before = search.trials(tiny_run, {"layers": LAYERS}, GATE)
+    after = search.trials(tiny_run, {"layers": LAYERS}, GATE, [2, 0, 1])
+    assert list(before) == list(after) == ["gate", "gate_2", "gate_1", "late_2"]
+    assert before["gate"] == after["gate"] and before["late_2"] == after["late_2"]
+    probe = after["gate"]
+    assert probe.run == tiny_run.replace(GATE) and probe.values == {"layers": "gate"}
+    taps = [{name: trial.run.draft.target_layer_ids for name, trial in trials.items()} for trials in (before, after)]
+    assert taps[0] == {"gate": [0, 1, 2], "gate_2": [0, 1], "gate_1": [0], "late_2": None}
+    assert taps[1] == {"gate": [0, 1, 2], "gate_2": [0, 2], "gate_1": [2], "late_2": None}
+    assert after["gate_2"].run.draft.variant == "dflash"
+
+
+def test_one_probe_serves_all_seeds_and_none_comes_unasked(tiny_run):
+    seeds = tiny_run.replace({"search.seeds": [3, 5]})
+    assert list(search.trials(seeds, {"layers": {"gate_1": LAYERS["gate_1"]}}, GATE)) == [
+        "gate", "draft-seed_3", "draft-seed_5",
+    ]  # fmt: skip
+    assert list(search.trials(tiny_run, {"layers": {"a": {}, "late_2": LAYERS["late_2"]}}, GATE)) == ["a", "late_2"]
+
+
+def test_optuna_runs_the_probe_beside_its_samples(tiny_run):
+    run = tiny_run.replace({"search.method": "optuna", "search.samples": 2})
+    assert search.count(run, search.trials(run, {"layers": LAYERS}, GATE)) == 3
+    assert search.count(run, search.trials(run, {"layers": LAYERS, "draft.block_size": [2, 4]})) == 2
+    assert search.count(tiny_run, search.trials(tiny_run, {"layers": LAYERS}, GATE)) == 4
+
+
+@pytest.mark.parametrize(
+    "changes, probe, complaint",
+    [
+        ({}, GATE | {"draft.target_layer_ids": [1]}, "trial gate_2: .* the gate has 1 layers to choose from, got 2"),
+        ({"draft.conditioning": "none"}, GATE, "trial gate: .*draft.conditioning=none"),
+    ],
+)
+def test_a_probe_that_cannot_be_or_has_too_little_to_propose_is_refused(tiny_run, changes, probe, complaint):
+    with pytest.raises(UserError, match=complaint):
+        search.trials(tiny_run.replace(changes), {"layers": LAYERS}, probe)
+
+
+def test_a_gates_layers_are_unknown_where_there_is_no_gate(tiny_run):
+    with pytest.raises(UserError, match="draft.layer_choice=gate: only experiments/sweep_target_layers.py"):
+        adapt(load_target_config(tiny_run.target), tiny_run.replace({"draft.layer_choice": "gate"}).draft, 0)
+
+
 def test_random_draws_some_of_the_grid_and_the_same_again(tiny_run):
     some = tiny_run.replace({"search.method": "random", "search.samples": 3})
     drawn = search.trials(some, GRID)
