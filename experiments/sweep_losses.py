@@ -5,7 +5,7 @@ Varies: the loss (--losses): ce, against the corpus's tokens; l1, tv, kl, revers
 Run:    python experiments/sweep_losses.py --seeds 0,1
         python experiments/sweep_losses.py --config configs/tiny.yaml --losses ce,kl,ce_l1
 Writes: as sweep_block_size.py, under outputs/sweep_losses/<UTC time>.
-Cost:   as one train.py for each loss and seed, those against the target up to half as long again; --dry-run tells.
+Cost:   as one train.py for each loss and seed, more for those against the target; --dry-run tells.
 Source: arXiv:2602.06036 trains with ce; ce_l1 is DSpark's mix.
 """
 

@@ -21,7 +21,7 @@ from draftlab import cli
 LAYERS = ("uniform 1", "uniform 3", "uniform 5", "gate 5", "early 5", "middle 5", "late 5", "random 5")
 
 GATE = {"draft.variant": "gated", "loss.gate_entropy": 0.1}
-"""The entropy penalty has the gate choose; it begins even, where the penalty's gradient is zero."""
+"""The entropy penalty has the gate choose."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

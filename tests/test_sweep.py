@@ -125,18 +125,18 @@ def test_a_gate_proposes_layers_to_the_trials_after_it_also_if_the_driver_is_kil
     out = tmp_path / "out"
     script = [sys.executable, str(ROOT / "experiments" / "sweep_target_layers.py")]
     begin = [*TINY, override, "--out", str(out), "--layers", "late 1; gate 1; uniform 1", "--baseline", "uniform_1"]
-    driver = until(r"gate_1: step [2-9]\d/", [*script, *begin, "train.steps=80", "train.eval_every=10"])
+    driver = until(r"gate_1: step [2-9]\d/", [*script, *begin, "train.steps=120", "train.eval_every=10"])
     driver.kill()
     driver.communicate(timeout=60)
     plan = records.load_plan(out)
     assert sorted(plan.proposed) == [0, 1, 2]
     before = {name: steps_of(out, name) for name in ("gate", "late_1")}
-    assert all(steps[-1] == 80 for steps in before.values())
+    assert all(steps[-1] == 120 for steps in before.values())
 
     assert sweep_target_layers.main(["--resume", str(out)]) == 0
     assert {name: steps_of(out, name) for name in before} == before  # what had ended was not trained again
     steps = steps_of(out, "gate_1")
-    assert steps[-1] == 80 and sum(later <= earlier for earlier, later in zip(steps, steps[1:])) <= 1
+    assert steps[-1] == 120 and sum(later <= earlier for earlier, later in zip(steps, steps[1:])) <= 1
     assert all(later - earlier > -20 for earlier, later in zip(steps, steps[1:]))
     frame = pd.read_csv(out / "results.csv").set_index("trial")
     assert list(frame.index) == ["gate", "late_1", "gate_1", "uniform_1"] and set(frame["status"]) == {"FINISHED"}
@@ -158,24 +158,40 @@ def test_a_gate_proposes_layers_to_the_trials_after_it_also_if_the_driver_is_kil
     verdicts = pd.read_csv(out / "verdicts.csv").set_index("arm")["verdict"]
     assert set(verdicts.index) == {"late_1", "gate_1", "uniform_1"} and verdicts["uniform_1"] == "baseline"
     page = (out / "report.md").read_text()
-    said = rf"The gate proposes layers {plan.proposed[0]} \(gate_1\); against uniform_1 .*: {verdicts['gate_1']}\."
+    said = rf"The gate proposes layer {plan.proposed[0]} \(gate_1\); against uniform_1 .*: {verdicts['gate_1']}\."
     assert re.search(said, page) and "![gate.png](gate.png)" in page
     parent = runs[f"sweep_target_layers {out.name}"].info.run_id
     assert {path.path for path in client.list_artifacts(parent)} >= {"gate.csv", "gate.png"}
 
 
-def test_a_gate_that_fails_leaves_the_others_to_finish(tmp_path, tracked, capsys):
-    override, _ = tracked
-    run = config.load(TINY[1], [*TINY[2:], override])
-    layers = {name: {"draft.layer_choice": name, "draft.num_target_layers": 1} for name in ("gate", "late")}
-    question = sweep.Question("gates", "Which?", {"layers": {"gate_1": layers["gate"], "late_1": layers["late"]}},
-                              probe={"draft.variant": "gated", "train.lr": 1e30})  # fmt: skip
-    assert sweep.start(question, run, tmp_path / "out", lambda *_, **__: None) == 1
-    frame = pd.read_csv(tmp_path / "out" / "results.csv").set_index("trial")
-    assert frame["status"].to_dict() == {"gate": "FAILED", "gate_1": "FAILED", "late_1": "FINISHED"}
-    assert "FloatingPointError" in frame.loc["gate", "reason"]
-    assert frame.loc["gate_1", "reason"] == "gate proposed no layers"
-    assert records.Record(tmp_path / "out" / "trials" / "gate_1").status is None  # to be tried again
+def test_the_family_is_compared_for_equal_time_and_decoded_at_other_block_sizes_too(tmp_path, tracked):
+    override, client = tracked
+    out = tmp_path / "out"
+    variants = ["--variants", "dflash:4,dflare:4,dspark:3", "--baseline", "dflash_4", "--seeds", "0", "train.seconds=2"]
+    sizes = ["--decode-sizes", "2,4", "--rank-by", "acceptance_length"]
+    assert compare_family.main([*TINY, override, "--out", str(out), *variants, *sizes]) == 0
+    frame = pd.read_csv(out / "results.csv").set_index("variant")
+    assert list(frame.index) == ["dflash_4", "dflare_4", "dspark_3"] and set(frame["status"]) == {"FINISHED"}
+    assert list(frame["block_size"]) == [4, 4, 3] and set(frame["drafted_tokens"]) == {3}
+    assert (frame["train_seconds"] >= 2).all() and (frame["divergences"] == 0).all()
+    assert (out / "trials" / "dflare_4" / "evaluation" / "layer_mix.png").is_file()
+
+    # Every draft at every size, in a table, a picture, the page and MLflow; the verdicts are of each one's own size.
+    table = pd.read_csv(out / "block_sizes.csv").set_index(["draft", "block_size"])
+    assert set(table.index) == {(name, size) for name in frame.index for size in (2, 3, 4)}
+    verdicts = pd.read_csv(out / "verdicts.csv").set_index("arm")
+    assert verdicts.loc["dflash_4", "verdict"] == "baseline"
+    runs = runs_of(client)
+    for name, row in frame.iterrows():
+        own = table.loc[(name, row["block_size"]), "acceptance_length"]
+        assert own == pytest.approx(row["acceptance_length"]) == pytest.approx(verdicts.loc[name, "value"])
+        values = runs[name].data.metrics
+        assert values["b2/acceptance_length"] == pytest.approx(table.loc[(name, 2), "acceptance_length"])
+        assert f"b{row['block_size']}/acceptance_length" not in values
+    page = (out / "report.md").read_text()
+    assert "decoded b =" in page and "![block_sizes.png](block_sizes.png)" in page
+    parent = runs[f"compare_family {out.name}"].info.run_id
+    assert {path.path for path in client.list_artifacts(parent)} >= {"block_sizes.csv", "block_sizes.png"}
 
 
 def test_a_joint_search_stops_the_weak_early_and_goes_on_where_it_was(tmp_path, tracked, capsys):
@@ -219,18 +235,22 @@ def test_a_joint_search_stops_the_weak_early_and_goes_on_where_it_was(tmp_path, 
 
 
 def test_trials_that_fail_say_why_and_the_others_finish(tmp_path, tracked):
-    """One whose loss is no longer finite, and one that needs more memory than it may have."""
+    """One whose loss is no longer finite, one that needs more memory than it may have, one whose gate fails."""
     override, client = tracked
     cases = {"fine": {"train.lr": 3e-3}, "diverges": {"train.lr": 1e30}, "greedy": {"train.anchors": 20_000_000}}
+    cases |= {"gated": {"draft.layer_choice": "gate"}}
     run = config.load(TINY[1], [*TINY[2:], override, "cluster.max_concurrent=2", "cluster.worker_memory_gb=4"])
-    question = sweep.Question("failures", "What happens?", {"case": cases})
+    probe = {"draft.variant": "gated", "train.lr": 1e30}
+    question = sweep.Question("failures", "What happens?", {"case": cases}, probe=probe)
     assert sweep.start(question, run, tmp_path / "out", lambda *_, **__: None) == 1
     frame = pd.read_csv(tmp_path / "out" / "results.csv").set_index("trial")
-    assert frame["status"].to_dict() == {"fine": "FINISHED", "diverges": "FAILED", "greedy": "FAILED"}
-    assert "FloatingPointError" in frame.loc["diverges", "reason"] and "memory" in frame.loc["greedy", "reason"].lower()
+    lost = frame[frame["status"] == "FAILED"]["reason"]
+    assert set(lost.index) == {"gate", "diverges", "greedy", "gated"} and frame.loc["fine", "status"] == "FINISHED"
+    assert "FloatingPointError" in lost["diverges"] and "memory" in lost["greedy"].lower()
+    assert "FloatingPointError" in lost["gate"] and lost["gated"] == "gate proposed no layers"
     runs = runs_of(client)
-    assert runs["failures out"].info.status == "FAILED"
-    for row in frame.itertuples():
+    assert runs["failures out"].info.status == "FAILED" and "gated" not in runs  # it never began
+    for row in frame.drop("gated").itertuples():
         run = runs[row.Index]
         reason = run.data.tags.get("draftlab.reason")
         assert run.info.status == row.status and (reason == row.reason or reason is None and pd.isna(row.reason))
@@ -325,6 +345,7 @@ def steps_of(out, name="draft"):
         (["corpus.source=nowhere.jsonl"], "nowhere.jsonl"),
         (["draft.block_size=8"], "override 'draft.block_size=8': --block-sizes is what sets that here"),
         (["--samples", "4", "search.samples=8"], "override 'search.samples=8': --samples is what sets that here"),
+        (["--decode-sizes", "4,1"], "eval.block_sizes.1: input should be greater than or equal to 2, got 1"),
         (["--rank-by", "loss"], "search.rank_by: expected one of acceptance_length"),
         (["--baseline", "0_2"], "search.baseline: expected one of block_size_4, block_size_8, block_size_16; got '0_2"),
         (["--samples", "4"], "search.samples: a grid has all combinations"),
@@ -349,7 +370,7 @@ def test_a_bad_input_is_one_line_and_exit_code_2_before_anything_is_written(
 @pytest.mark.parametrize(
     "layers, complaint",
     [
-        ("uniform 1; uniform 40", "trial uniform_40: draft.num_target_layers: a target of 4 layers has 1 to spread over"),
+        ("uniform 1; uniform 40", "trial uniform_40: draft.num_target_layers: a target of 4 layers has 1 to spread"),
         ("gate 40; uniform 1", "trial gate_40: draft.num_target_layers: the gate has 3 layers to choose from, got 40"),
         ("uniform 1; uniforn 1", "trial uniforn_1: override: draft.layer_choice: string should match"),
         ("0,1; 1,3", "trial 1_3: .* the last layer"),
@@ -360,7 +381,8 @@ def test_a_value_that_one_trial_alone_cannot_have_is_refused_at_the_start(layers
     override, client = tracked
     with pytest.raises(UserError, match=complaint):
         sweep_target_layers.main([*TINY, override, "--out", str(tmp_path / "out"), "--layers", layers])
-    assert not (tmp_path / "out").exists() and client.get_experiment_by_name("draftlab") is None
+    assert not (tmp_path / "out").exists()
+    assert client.get_experiment_by_name("draftlab") is None or not runs_of(client)
 
 
 @pytest.mark.parametrize("script", [sweep_block_size, train_script])

@@ -85,6 +85,7 @@ class Sweep:
         "--seeds": "search.seeds=[{}]",
         "--budget": "search.budget={}",
         "--time-budget": "search.time_budget={}",
+        "--decode-sizes": "eval.block_sizes=[{}]",
         "--rank-by": "search.rank_by={}",
         "--baseline": "search.baseline='{}'",
         "--max-concurrent": "cluster.max_concurrent={}",

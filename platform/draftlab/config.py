@@ -233,6 +233,9 @@ class EvalConfig(Section):
     """Deterministic anchors of each of them."""
     prompts: Annotated[int, Field(ge=1)] = 16
     """Held-out prompts decoded for real after training."""
+    block_sizes: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)] | None = None
+    """A sweep decodes every draft with each of these, too, and with the block size of every other trial; None is each
+    with its own alone. Trials are ranked and compared by their own."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
     """Token limit of a decoded text."""
     repeats: Annotated[int, Field(ge=1)] = 1

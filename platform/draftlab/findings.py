@@ -116,7 +116,7 @@ def proposal(arm: str, layers: Sequence[int], found: Sequence[Verdict]) -> str:
     Args:
         arm: whose trials were trained with them.
     """
-    text = f"The gate proposes layers {', '.join(map(str, layers))} ({arm})"
+    text = f"The gate proposes layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))} ({arm})"
     one = next((one for one in found if one.arm == arm), None)
     if one is None:
         return f"{text}; nothing was measured with them."

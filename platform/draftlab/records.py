@@ -5,7 +5,8 @@
     trials/<name>/trial.json    how far the trial is
     trials/<name>/reports.jsonl what it reported, a line a report
     trials/<name>/draft/        the draft of its best checkpoint
-    trials/<name>/evaluation/   results.json, traces.jsonl and figures of that draft, decoding held-out prompts
+    trials/<name>/evaluation/   results.json, traces.jsonl and figures of that draft, decoding held-out prompts:
+                                as <name> with its own block size, as `<name> b=B` with others
     trials/<name>/traceback.txt why it failed
     ray/                        Ray's state and the checkpoints: the last and the best
 
@@ -27,7 +28,7 @@ import yaml
 from draftlab.config import Run, Section
 from draftlab.decode import Round, Trace
 from draftlab.errors import UserError
-from draftlab.evaluation import Case, Pair
+from draftlab.evaluation import Case, Evaluation, Pair
 
 RUNNING, TRAINED, FINISHED, STOPPED = "RUNNING", "TRAINED", "FINISHED", "STOPPED"
 FAILED, KILLED = "FAILED", "KILLED"
@@ -147,25 +148,31 @@ class Record:
                 by_step[reported["step"]] = reported
         return [by_step[step] for step in sorted(by_step)]
 
-    def results(self) -> dict[str, Any] | None:
-        """What decoding said, once that is done: evaluation/results.json."""
-        return self._read_results() if self.status == FINISHED else None
+    def results(self) -> Evaluation | None:
+        """What decoding said, once that is done, without traces: evaluation/results.json."""
+        return self.by_block_size()[self.name] if self.status == FINISHED else None
+
+    def by_block_size(self) -> dict[str, Evaluation]:
+        """The same, and what decoding at other block sizes said."""
+        found = json.loads((self.folder / "evaluation" / "results.json").read_text(encoding="utf-8"))
+        return {name: Evaluation(**each, traces=[]) for name, each in found.items()}
 
     def pairs(self) -> list[Pair]:
-        """The traces of its decoding: evaluation/traces.jsonl."""
+        """The traces of its decoding at its own block size: evaluation/traces.jsonl."""
         pairs = []
         for line in (self.folder / "evaluation" / "traces.jsonl").read_text(encoding="utf-8").splitlines():
-            pair = json.loads(line)["traces"]
-            pairs.append(Pair(Case(**pair["case"]), *(_trace(pair[side]) for side in ("target", "draft"))))
+            found = json.loads(line)
+            if found["draft"] == self.name:
+                pair = found["traces"]
+                pairs.append(Pair(Case(**pair["case"]), *(_trace(pair[side]) for side in ("target", "draft"))))
         return pairs
 
-    def _read_results(self) -> dict[str, Any] | None:
+    def _is_decoded(self) -> bool:
         try:
-            found = json.loads((self.folder / "evaluation" / "results.json").read_text(encoding="utf-8"))[self.name]
             self.pairs()
-            return found if {"metrics", "survival"} <= set(found) else None
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
+            return self.name in self.by_block_size()
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return False
 
     def _read_state(self) -> dict[str, Any]:
         try:
@@ -174,7 +181,7 @@ class Record:
                 return {}
         except (OSError, ValueError, TypeError, KeyError):
             return {}
-        if state["status"] == FINISHED and self._read_results() is None:
+        if state["status"] == FINISHED and not self._is_decoded():
             state["status"] = TRAINED
         if state["status"] == TRAINED and not (self.draft / "model.safetensors").is_file():
             return {}

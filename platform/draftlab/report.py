@@ -194,7 +194,8 @@ def write_gate(
         axis.set_ylabel("share in what the draft reads")
         axis.set_title("\n".join(textwrap.fill(text, 90) for text in verdicts), fontsize=9)
         axis.grid(axis="x", visible=False)
-        axis.legend(fontsize=9)
+        axis.margins(y=0.2)
+        axis.legend(fontsize=9, loc="upper right")
         figure.savefig(out / "gate.png")
 
 
@@ -243,13 +244,25 @@ def verdict_table(frame: pd.DataFrame) -> str:
 
 def by_block_size(evaluations: Mapping[str, Evaluation]) -> pd.DataFrame:
     """A row a draft and block size: what it was trained with, what it was decoded with, acceptance and speedup."""
-    names = ["drafted_tokens"]
-    names += [f"{name}{end}" for name in ("acceptance_length", "speedup") for end in ("", "_low", "_high")]
-    return pd.DataFrame(
+    names = [f"{name}{end}" for name in ("acceptance_length", "speedup") for end in ("", "_low", "_high")]
+    rows = [
         {key: found.provenance[key] for key in ("draft", "trained_block_size", "block_size")}
-        | {name: found.metrics[name] for name in names}
+        | {name: found.metrics[name] for name in ("drafted_tokens", *names)}
         for found in evaluations.values()
-    )
+    ]
+    return pd.DataFrame(rows).astype(dict.fromkeys(names, float))  # a JSON's null is NaN
+
+
+def write_block_sizes(frame: pd.DataFrame, out: Path) -> None:
+    """Write a sweep's block_sizes.csv and block_sizes.png: trained by decoded block size, means over an arm's seeds.
+
+    Args:
+        frame: of `by_block_size`, with the `arm` of each draft.
+    """
+    frame.to_csv(out / "block_sizes.csv", index=False)
+    with matplotlib.rc_context(STYLE):
+        decoded = frame.rename(columns={"block_size": "decoded_block_size"})
+        _heat_map(decoded, "decoded_block_size", "arm").savefig(out / "block_sizes.png")
 
 
 def block_size_table(frame: pd.DataFrame) -> str:
@@ -258,9 +271,8 @@ def block_size_table(frame: pd.DataFrame) -> str:
         cell=[f"{row.acceptance_length:.2f} x{row.speedup:.2f}" for row in frame.itertuples()],
         draft=[f"{_label(row.draft)} (trained B={row.trained_block_size})" for row in frame.itertuples()],
     )
-    return shown.pivot(index="draft", columns="block_size", values="cell").rename_axis(
-        index=None, columns="decoded b ="
-    ).to_string(na_rep="-")  # fmt: skip
+    cells = shown.pivot(index="draft", columns="block_size", values="cell").reindex(_kinds(shown["draft"]))
+    return cells.rename_axis(index=None, columns="decoded b =").to_string(na_rep="-")
 
 
 def table(frame: pd.DataFrame) -> str:

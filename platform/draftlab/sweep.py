@@ -342,26 +342,34 @@ class _Sweep:
         }
         drafts = {name: draft for name, (draft, _) in loaded.items()}
         hashes = {name: info.hash for name, (_, info) in loaded.items()}
-        results = evaluation.evaluate(target, drafts, prompts, base.eval, self.say, base.seed, hashes)
-        for name, result in results.items():
+        sizes = base.eval.block_sizes and sorted({*base.eval.block_sizes, *self._block_sizes()})
+        results = evaluation.evaluate(target, drafts, prompts, base.eval, self.say, base.seed, hashes, sizes)
+        for name, draft in drafts.items():
             record, out = records[name], records[name].folder / "evaluation"
-            report.write_evaluation({name: result}, out)
-            if (mix := drafts[name].layer_mix()) is not None:
-                report.write_layer_mix(mix.cpu().numpy(), drafts[name].spec.target_layer_ids, out / "layer_mix.png")
+            others = {one.provenance["block_size"]: one for one in results.values() if one.provenance["draft"] == name}
+            result = others.pop(draft.spec.block_size)
+            report.write_evaluation({name: result} | {f"{name} b={size}": one for size, one in others.items()}, out)
+            if (mix := draft.layer_mix()) is not None:
+                report.write_layer_mix(mix.cpu().numpy(), draft.spec.target_layer_ids, out / "layer_mix.png")
             data = ("prompts", result.provenance["prompts_hash"])
             self.store.log_dataset(record.run_id, *data, base.corpus.source, "evaluation")
+            values = result.metrics | {
+                f"b{size}/{key}": one.metrics[key] for size, one in others.items() for key in evaluation.MEASURES
+            }
             state = record.state
-            self.store.log_metrics(
-                record.run_id, result.metrics, state["best_step"], model_id=state["model_id"], dataset=data
-            )
+            self.store.log_metrics(record.run_id, values, state["best_step"], model_id=state["model_id"], dataset=data)
             self.store.log_artifacts(record.run_id, out, "evaluation")
             self.store.log_table(record.run_id, result.prompts, "evaluation/prompts.csv")
             record.change(status=FINISHED)
             self.store.end_run(record.run_id, FINISHED, record.state["reason"])
 
+    def _block_sizes(self) -> set[int]:
+        """That the sweep's drafts are trained with."""
+        return {trial.run.draft.block_size for trial in self.trials.values()}
+
     def _report(self) -> int:
         known = [name for name, record in self.records.items() if self.search.method != "optuna" or record.status]
-        survivals = {name: found["survival"] for name in known if (found := self.records[name].results())}
+        survivals = {name: found.survival for name in known if (found := self.records[name].results())}
         curves = {name: self.records[name].reports() for name in known}
         varied = [key.rpartition(".")[2] for key, values in self.plan.vary.items() if len(values) > 1]
         found = self._verdicts()
@@ -369,9 +377,10 @@ class _Sweep:
         frame = report.write_sweep([self._row(name) for name in known], curves, survivals, self.folder, varied)
         if found:
             report.write_verdicts(findings.frame(found), self.folder)
+        table = "\n\n".join([report.table(frame), *self._by_block_size()])
         title = f"{self.plan.experiment} {self.folder.name}"
         figures = sorted(path.name for path in self.folder.glob("*.png"))
-        page = findings.page(title, self.plan.question, sentence, found, report.table(frame), figures)
+        page = findings.page(title, self.plan.question, sentence, found, table, figures)
         (self.folder / "report.md").write_text(page, encoding="utf-8")
         parent = self.plan.mlflow_run_id
         for path in (*sorted(self.folder.glob("*.csv")), *sorted(self.folder.glob("*.png")), self.folder / "report.md",
@@ -379,12 +388,12 @@ class _Sweep:
             self.store.log_artifacts(parent, path)
         failed = [name for name in known if self.records[name].status == FAILED]
         done = sum(self.records[name].status in ENDED for name in known)
-        self.say(f"{done} of {len(known)} trials done\n{report.table(frame)}")
+        self.say(f"{done} of {len(known)} trials done\n{table}")
         for one in found:
             self._tell(one)
         self.say(sentence)
         self._log_best(frame)
-        lost = sum(found["metrics"]["failed"] for name in known if (found := self.records[name].results()))
+        lost = sum(found.metrics["failed"] for name in known if (found := self.records[name].results()))
         if lost:
             self.say(f"{lost:.0f} answers failed and are in no number (prompts.csv of each trial)")
         self.say(f"results: {self.folder / 'report.md'}")
@@ -410,6 +419,18 @@ class _Sweep:
                 ends = {"difference": one.difference, "difference_low": one.difference_low}
                 self.store.log_metrics(record.run_id, ends | {"difference_high": one.difference_high})
         return found
+
+    def _by_block_size(self) -> list[str]:
+        """The table of trained by decoded block size, where there is one; and its picture."""
+        finished = [name for name, record in self.records.items() if record.status == FINISHED]
+        if not (self.plan.base.eval.block_sizes and finished):
+            return []
+        frame = pd.concat(
+            report.by_block_size(self.records[name].by_block_size()).assign(arm=self.trials[name].arm)
+            for name in finished
+        )
+        report.write_block_sizes(frame, self.folder)
+        return [report.block_size_table(frame)]
 
     def _proposals(self, found: Sequence[findings.Verdict]) -> list[str]:
         """What became of the probe's proposal, by arm; and its picture."""
@@ -446,7 +467,7 @@ class _Sweep:
         row |= {"block_size": trial.run.draft.block_size, "gamma": trial.run.gamma}
         if found := record.results():
             kept = (*report.COLUMNS, *evaluation.MEASURES, "divergences")
-            row |= {key: value for key, value in found["metrics"].items() if key in kept}
+            row |= {key: value for key, value in found.metrics.items() if key in kept}
         if record.status in ENDED:
             row["checkpoint"] = str(record.draft)
         for key in ("train_seconds", "supervised_tokens", "heldout_acceptance_length", "status", "reason"):

@@ -107,7 +107,7 @@ def test_the_sentence_answers_the_question(arms, baseline, sentence):
 def test_a_gates_proposal_is_confirmed_or_refuted_by_a_sentence(arm, baseline, sentence):
     found = list(judged({"low": {0: pairs(NOISY)}, "high": {0: pairs(HIGHER)}}, baseline).values())
     assert findings.proposal(arm, [3, 7], found) == sentence
-    assert findings.proposal(arm, [3], []).endswith("nothing was measured with them.")
+    assert findings.proposal(arm, [3], []) == f"The gate proposes layer 3 ({arm}); nothing was measured with them."
 
 
 def test_the_table_has_a_row_an_arm():

@@ -28,7 +28,7 @@ def test_a_plan_is_read_as_it_was_written(plan, tmp_path, vary):
 
 @pytest.mark.parametrize(
     "damage",
-    ["", "x", "[1]", "{", "base: {train: {stepz: 3}}", "\0", "vary: [1, 2]", "vary: {loss.gamma: 7}", "vary: {a: {b: 1}}"],
+    ["", "x", "[1]", "{", "base: {train: {stepz: 3}}", "\0", "vary: [1, 2]", "vary: {a.b: 7}", "vary: {a: {b: 1}}"],
 )
 def test_a_damaged_plan_is_one_line(plan, tmp_path, damage):
     records.save_plan(tmp_path, plan)
@@ -77,7 +77,7 @@ def test_a_finished_trial_is_read_with_its_results_and_traces(finished):
     found, pairs = record.results(), record.pairs()
     committed = sum(each.committed for pair in pairs for each in pair.draft.rounds)
     rounds = sum(len(pair.draft.rounds) for pair in pairs)
-    assert found["metrics"]["acceptance_length"] == pytest.approx(committed / rounds)
+    assert found.metrics["acceptance_length"] == pytest.approx(committed / rounds)
 
 
 @pytest.mark.parametrize(

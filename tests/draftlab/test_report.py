@@ -4,6 +4,7 @@ import math
 
 import matplotlib
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.image import imread
 
@@ -151,6 +152,22 @@ def test_a_heat_map_leaves_words_in_the_order_of_the_trials():
     assert [text.get_text() for text in axis.get_xticklabels()] == ["4", "8"]
     assert [text.get_text() for text in axis.get_yticklabels()] == ["gamma_2", "gamma_15", "dpace"]
     assert axis.images[0].get_array().tolist() == [[4, 8], [5, 9], [6, 10]]
+
+
+def test_the_table_of_decoded_block_sizes_keeps_the_order_of_the_drafts_and_averages_over_seeds(tmp_path):
+    frame = pd.DataFrame([
+        {"draft": f"{trained}-seed_{seed}", "trained_block_size": trained, "block_size": size, "arm": f"{trained}",
+         "acceptance_length": trained + size / 100 + seed, "speedup": 1.0}
+        for trained in (8, 16) for seed in (0, 1) for size in (16, 8)
+    ])  # fmt: skip
+    report.write_block_sizes(frame, tmp_path)
+    assert imread(tmp_path / "block_sizes.png").std() > 0.01
+    assert len((tmp_path / "block_sizes.csv").read_text().splitlines()) == 1 + 8
+    lines = report.block_size_table(frame).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["8-seed_0", "8-seed_1", "16-seed_0", "16-seed_1"]
+    assert lines[1].split()[-4:] == ["8.08", "x1.00", "8.16", "x1.00"]
+    cells = report._heat_map(frame.rename(columns={"block_size": "decoded"}), "decoded", "arm").axes[0].images[0]
+    assert np.allclose(cells.get_array(), [[8.58, 8.66], [16.58, 16.66]])
 
 
 def test_a_trial_has_one_colour_in_every_figure():
