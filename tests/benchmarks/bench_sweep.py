@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     load_target(config.load(args.config, args.overrides).target)  # fetched and converted before anything is timed
     gammas = [str(1 + number) for number in range(args.trials)]
 
-    sweep = seconds("sweep_decay.py", "--gammas", ",".join(gammas), *common)
+    sweep = seconds("sweep_decay.py", "--decays", ",".join(gammas), *common)
     print(f"sweep of {args.trials} trials: {sweep:.0f} s", flush=True)
     separate = []
     for gamma in gammas[:: max(1, args.trials // args.separate)][: args.separate]:
