@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import gc
 import re
 import sys
@@ -180,11 +181,12 @@ def peak(step: Steps) -> float:
         step()
         return (torch.cuda.max_memory_allocated() - before) / 1e6
     try:
+        ctypes.CDLL(None).malloc_trim(0)  # what earlier steps freed is the system's again
         Path("/proc/self/clear_refs").write_text("5")  # the highest resident size from now on
         before = resident("VmRSS")
         step()
         return resident("VmHWM") - before
-    except OSError:
+    except (OSError, AttributeError):
         return float("nan")
 
 
@@ -268,14 +270,14 @@ def figure(training: pd.DataFrame, decoding: pd.DataFrame, memory: pd.DataFrame)
         row[0].set_xlabel("ms")
         for axis, (key, some) in zip(row[1:], frame[frame["varied"] != ""].groupby("varied", sort=False)):
             axis.plot(some["value"].astype(float), some["all"], color=report.INK, marker="o", markersize=4)
-            axis.set_ylim(0)
+            axis.set_ylim(0, 1.1 * some["all"].max())
             axis.set_xlabel("context" if key == "corpus.max_length" else key)
             axis.set_ylabel(f"ms a {title.split()[1]}")
     names = ("chunked MB", report.INK), ("at once MB", report.BAD)
     for name, color in names:
         axes[1, -1].plot(memory["vocabulary"] * memory["anchors"], memory[name], "o", color=color, label=name[:-3])
     axes[1, -1].set_ylim(0)
-    axes[1, -1].set_xlabel("vocabulary x anchors of a sequence")
+    axes[1, -1].set_xlabel("vocabulary x anchors")
     axes[1, -1].set_ylabel("MB at the peak of a step")
     axes[1, -1].legend()
     return drawn
