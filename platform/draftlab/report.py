@@ -267,11 +267,10 @@ def write_block_sizes(frame: pd.DataFrame, out: Path) -> None:
 
 def block_size_table(frame: pd.DataFrame) -> str:
     """Trained by decoded block size, for a terminal; a cell holds tokens per round and, after the x, the speedup."""
-    shown = frame.assign(
-        cell=[f"{row.acceptance_length:.2f} x{row.speedup:.2f}" for row in frame.itertuples()],
-        draft=[f"{_label(row.draft)} (trained B={row.trained_block_size})" for row in frame.itertuples()],
-    )
+    shown = frame.assign(cell=[f"{row.acceptance_length:.2f} x{row.speedup:.2f}" for row in frame.itertuples()])
     cells = shown.pivot(index="draft", columns="block_size", values="cell").reindex(_kinds(shown["draft"]))
+    trained = dict(zip(frame["draft"], frame["trained_block_size"]))
+    cells.index = [f"{_label(name)} (trained B={trained[name]})" for name in cells.index]
     return cells.rename_axis(index=None, columns="decoded b =").to_string(na_rep="-")
 
 

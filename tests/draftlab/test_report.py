@@ -170,6 +170,17 @@ def test_the_table_of_decoded_block_sizes_keeps_the_order_of_the_drafts_and_aver
     assert np.allclose(cells.get_array(), [[8.58, 8.66], [16.58, 16.66]])
 
 
+def test_the_table_of_decoded_block_sizes_bears_long_names_that_end_alike():
+    names = [f"block_size_8-gamma_{gamma}-num_target_layers_5-num_hidden_layers_3-seed_0" for gamma in (2, 4)]
+    frame = pd.DataFrame([
+        {"draft": name, "trained_block_size": 8, "block_size": size, "acceptance_length": place + size / 10,
+         "speedup": 1.0}
+        for place, name in enumerate(names) for size in (4, 8)
+    ])  # fmt: skip
+    lines = report.block_size_table(frame).splitlines()
+    assert [line.split()[-4::2] for line in lines[1:]] == [["0.40", "0.80"], ["1.40", "1.80"]]
+
+
 def test_a_trial_has_one_colour_in_every_figure():
     colors = report._colors([one["trial"] for one in ROWS])
     survival = report._survival_figure(SURVIVALS, colors).axes[0]
