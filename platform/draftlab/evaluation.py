@@ -157,7 +157,7 @@ def evaluate(
     cases = _cases(target, entrants.values(), prompts, config, say)
     asked = [case.ids for case in cases if case.ids]
     plans = {
-        name: surface.schedule(target, entrant.draft, asked, entrant.block_size, config.batch_size, say)
+        name: surface.schedule(target, entrant.draft, asked, entrant.block_size, config.batch_size, say, sampling)
         for name, entrant in entrants.items()
         if entrant.schedule == "confidence"
     }

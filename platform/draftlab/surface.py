@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from draftlab.decode import Trace, decode_speculative, decode_target
+from draftlab.decode import Sampling, Trace, decode_speculative, decode_target
 from draftlab.draft import Draft
 from draftlab.schedule import Schedule
 from draftlab.target import Target
@@ -36,11 +36,6 @@ class Surface:
     """(batch, context) -> seconds of the target's call for one token a row."""
     first_slot: int = 1
     """The draft's first drafted slot: a block of b tokens drafts b - first_slot."""
-
-    @property
-    def batches(self) -> list[int]:
-        """Measured batch sizes."""
-        return sorted({batch for _, batch in self.rounds})
 
     def round_seconds(self, block_size: int, batch: int) -> float:
         """Seconds of a round; between measured block sizes on a straight line."""
@@ -75,12 +70,14 @@ def measure(
     batches: Sequence[int],
     contexts: Sequence[int],
     say: Callable[..., None],
+    sampling: Sampling = Sampling(),
 ) -> Surface:
     """Time the calls of a few rounds in every cell, as decoding makes them, there and back so that drift evens out.
 
     Args:
         texts: token ids, repeated or cut to the context's length.
         contexts: lengths at which the target alone is timed; rounds are timed at the middle one.
+        sampling: how tokens are chosen, which takes its time, too.
     """
     target = copy.copy(target)
     target.eos_token_ids = frozenset()  # calls are timed; the texts don't matter and should not end
@@ -91,11 +88,12 @@ def measure(
         there = [*(("alone", context) for context in contexts), *(("rounds", size) for size in block_sizes)]
         for kind, value in there + there[::-1]:
             if kind == "alone":
-                traces = decode_target(target, _prompts(texts, batch, value), ROUNDS)
+                traces = decode_target(target, _prompts(texts, batch, value), ROUNDS, sampling)
                 steps = max(len(trace.tokens) for trace in traces) - 1
                 alone.setdefault((batch, value), []).append(sum(trace.seconds for trace in traces) / max(steps, 1))
             else:
-                traces = decode_speculative(target, draft, _prompts(texts, batch, middle), value + ROUNDS, value)
+                prompts = _prompts(texts, batch, middle)
+                traces = decode_speculative(target, draft, prompts, value + ROUNDS, value, sampling)
                 rounds.setdefault((value, batch), []).extend(
                     _whole_rounds(traces, value - draft.spec.first_slot, batch)
                 )
@@ -115,6 +113,7 @@ def schedule(
     block_size: int,
     batch: int,
     say: Callable[..., None],
+    sampling: Sampling = Sampling(),
 ) -> Schedule:
     """The schedule of a draft's rounds, by what they cost here and now.
 
@@ -122,11 +121,12 @@ def schedule(
         texts: token ids; rounds are timed behind as many tokens as the middle one has.
         block_size: that is decoded with.
         batch: most rows of a call; timed are this and 1.
+        sampling: how tokens will be chosen.
     """
     room = min(target.max_positions, draft.spec.max_position_embeddings) - block_size - ROUNDS
     context = max(1, min(sorted(map(len, texts))[len(texts) // 2], room))
     sizes, batches = sorted({2, (2 + block_size) // 2, block_size}), sorted({1, batch})
-    found = measure(target, draft, texts, sizes, batches, [context], say)
+    found = measure(target, draft, texts, sizes, batches, [context], say, sampling)
     return Schedule({rows: found.seconds_by_length(block_size, rows) for rows in batches})
 
 
