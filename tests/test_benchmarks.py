@@ -122,6 +122,20 @@ def test_ways_take_turns_and_the_first_round_does_not_count():
     assert order == list("abbaab")
 
 
+def test_a_sweep_and_separate_runs_are_asked_for_as_the_scripts_understand(monkeypatch, capsys):
+    bench = import_module("bench_sweep")
+
+    def dry(script, *arguments):
+        import_module(f"experiments.{Path(script).stem}").main([*arguments, "--dry-run"])
+        return 1.0
+
+    monkeypatch.setattr(bench, "seconds", dry)
+    assert bench.main([*TINY, "--trials", "2", "--separate", "1"]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"\b2 trials, 1 at once", said) and re.search(r"\b1 trials, 1 at once", said)
+    assert "2 separate runs: 2 s (by their mean)\nthe sweep takes 50.0% of them" in said
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("name", ["bench_train", "bench_corpus", "bench_decode", "profile_step"])
 def test_without_a_gpu_cuda_is_skipped_visibly(name, capsys):
