@@ -274,7 +274,7 @@ def decode_speculative(
 
         hidden, features = target.forward(torch.cat([anchors, guesses], dim=1), cache, taps)
         accepted, answers = _verify(head, hidden, guesses, p, torch.tensor(stake, device=device), sampling, draws)
-        found = torch.cat([accepted[:, None], answers], dim=1).tolist()  # the round's one transfer
+        found = torch.cat([accepted[:, None], answers], dim=1).tolist()  # one transfer
         verify_seconds = lap()
 
         new = [committed(kept, tokens, eos) for kept, *tokens in found]
@@ -284,9 +284,9 @@ def decode_speculative(
         sharing = rows
         rows, anchors = _commit(rows, answers, new, eos, cache, context)
         seconds = [part / len(sharing) for part in (draft_seconds, verify_seconds, lap())]
-        for row, (kept, *_), tokens, slots, sure in zip(sharing, found, new, stake, confidence.tolist()):
+        for row, (kept, *_), tokens, own, sure in zip(sharing, found, new, stake, confidence.tolist()):
             kept = min(kept, len(tokens))
-            drafted = slots if len(tokens) > kept else kept
+            drafted = own if len(tokens) > kept else kept
             row.trace.rounds.append(Round(drafted, kept, len(tokens), *seconds, len(sharing), tuple(sure[:drafted])))
             row.trace.seconds += sum(seconds)
     return traces
