@@ -64,7 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             texts = [pair.case.ids + pair.target.tokens for pair in largest.traces]
             if not texts:
                 raise UserError(f"no prompt was decoded; {out / 'results.json'} gives the reasons")
-            times = surface.measure(target, draft, texts, args.block_sizes, batches, args.contexts, say)
+            sampling = evaluation.sampling_of(run.eval, run.seed)
+            times = surface.measure(
+                target, draft, texts, args.block_sizes, batches, args.contexts, say, sampling
+            )
             survivals = {"all": largest.survival} | evaluation.survival_by_domain(largest)
             rows = [
                 {"domain": domain, **row}

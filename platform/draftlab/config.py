@@ -126,7 +126,11 @@ class DraftConfig(Section):
 
 
 class LossConfig(Section):
-    """A weighted mix of terms, each slot of a block with its position's weight."""
+    """A weighted mix of terms, each slot of a block with its position's weight.
+
+    With draft.vocab both distributions are over the draft's tokens, and slots whose label is none of them count for
+    nothing.
+    """
 
     ce: Weight = 1.0
     """Cross-entropy against the corpus's tokens."""
@@ -158,7 +162,8 @@ class LossConfig(Section):
     gamma_cap: Annotated[float, Field(gt=0, allow_inf_nan=True)] = math.inf
     """Largest gamma that the steps lead to."""
     confidence: Weight = 0.0
-    """Binary cross-entropy of the confidence head against the acceptance, 1 - TV; needs features.last_hidden."""
+    """Binary cross-entropy of the confidence head against the acceptance, 1 - TV; needs features.last_hidden. With
+    draft.vocab it does not learn of the tokens that the draft can't guess, and is too sure until it is calibrated."""
     gate_entropy: Weight = 0.0
     """Weight of the entropy (nats) of the gated variant's mix: it has the gate choose among the tapped layers."""
     log_slots: bool = False

@@ -153,7 +153,7 @@ def evaluate(
     """
     entrants = _entrants(drafts, checkpoints or {}, block_sizes, schedules or [config.schedule])
     _check(target, entrants.values(), prompts, config)
-    sampling = Sampling(config.temperature, config.top_k, config.top_p, config.mode, seed)
+    sampling = sampling_of(config, seed)
     cases = _cases(target, entrants.values(), prompts, config, say)
     asked = [case.ids for case in cases if case.ids]
     plans = {
@@ -226,6 +226,11 @@ def calibrate(found: Evaluation) -> tuple[list[float], dict[str, np.ndarray]]:
         raise UserError(f"calibration: expected rounds in both halves of {found.metrics['prompts']} prompts, got none")
     temperatures = fit_temperatures(logits, accepted)
     return temperatures, confidence_scores(halves[0], slots, temperatures)
+
+
+def sampling_of(config: EvalConfig, seed: int) -> Sampling:
+    """How tokens are chosen, by the configuration."""
+    return Sampling(config.temperature, config.top_k, config.top_p, config.mode, seed)
 
 
 def survival_by_domain(evaluation: Evaluation) -> dict[str, list[float]]:
