@@ -45,7 +45,8 @@ def committed_everywhere(
         latents = None if spec.markov_head is None else draft.markov_head(hidden, part.previous)
         correct = leading_correct(hidden, part, draft, draft.head(target.ends.head), ANCHORS_AT_ONCE, latents)
         found.append(metrics.offline_committed(correct, part.weights[..., spec.first_slot :].cpu().numpy() > 0)[0])
-    return np.concatenate(found)
+    left = np.arange(len(answer))[::-1]  # a block that the answer ends with has no bonus token behind it
+    return np.minimum(np.concatenate(found), left)
 
 
 def agreement(

@@ -63,6 +63,17 @@ def test_the_serving_walk_over_greedy_text_is_the_decoded_rounds(target, draft, 
     assert found["walk_acceptance_length"] == pytest.approx(walked, nan_ok=True)
 
 
+@pytest.mark.parametrize("block_size", [2, 4, 7])
+def test_no_round_commits_more_than_the_text_has_left(target, draft, block_size, monkeypatch):
+    def all_right(hidden, part, *_):
+        return torch.ones(part.labels[..., part.first :].shape, dtype=torch.bool).numpy()
+
+    monkeypatch.setattr(offline, "leading_correct", all_right)
+    committed = offline.committed_everywhere(target, draft, [75, 3], list(range(5, 17)), block_size)
+    most = block_size + 1 - draft.spec.first_slot
+    assert committed.tolist() == [min(most, left) for left in range(11, -1, -1)]
+
+
 def test_another_text_than_the_decoded_one_does_not_agree(target, draft):
     prompt = target.chat([{"role": "user", "content": "How many?"}])
     answer = decode_target(target, [prompt], 20)[0].tokens
