@@ -71,15 +71,18 @@ def load_draft(
     run = configs.load(config_file or (own if own.is_file() else configs.DEFAULT_CONFIG), overrides)
     said, default = run.flat(), Run().flat()
     asked = {override.partition("=")[0] for override in overrides}
-    if config_file is not None:
-        asked |= {key for key in said if said[key] != default[key]}
+    written = set() if config_file is None else {key for key in said if said[key] != default[key]}
 
-    known = {key: said[f"draft.{key}"] for key in SUPPLIED if f"draft.{key}" in asked}
+    known = {key: said[f"draft.{key}"] for key in SUPPLIED if f"draft.{key}" in asked | written}
     target = load_target_config(run.target)
     draft, info = checkpoint.load(folder, known={"num_target_layers": target.num_hidden_layers, **known})
     trained = (info.run or Run()).replace(_shape(draft.spec))
     settled = trained.flat()
-    for key in sorted(asked):
+    if info.run is None:  # of a published draft's training nothing else is known that a file could contradict
+        written &= _shape(draft.spec).keys()
+    if said["draft.target_layer_ids"] is not None:
+        written.discard("draft.num_target_layers")  # not in force
+    for key in sorted(asked | written):
         if key.startswith(TRAINED) and said[key] != settled[key]:
             already = f"already with {settled[key]}" if info.run or key.startswith("draft.") else "already"
             rest = "expected settings of target, corpus or eval"

@@ -145,6 +145,19 @@ def test_the_record_of_a_published_draft_tells_its_own_shape(saved, store, tmp_p
     )
 
 
+def test_a_config_that_the_draft_was_trained_by_is_taken(saved, store, tmp_path):
+    own = saved / "draft" / "run.yaml"
+    assert drafts.load_draft(str(saved), own, [], store, tmp_path)[2].draft.target_layer_ids == [0, 2]
+    folder = publish(saved, tmp_path / "published", lambda data: None)
+    file = tmp_path / "recipe.yaml"
+    file.write_text("target: {model: tiny}\ndraft: {block_size: 4, init: random}\ntrain: {steps: 75000}\n")
+    assert drafts.load_draft(str(folder), file, [], store, tmp_path)[2].target.model == "tiny"
+    file.write_text("target: {model: tiny}\ndraft: {block_size: 8}\n")
+    assert "draft.block_size=8: the draft is trained already with 4" in refusal(
+        str(folder), file, [], store, tmp_path
+    )
+
+
 # ---- what a published config.json may lack
 
 
