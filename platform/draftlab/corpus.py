@@ -467,10 +467,10 @@ def _integers(values: object, ndim: int) -> np.ndarray:
 
 
 def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and all(_is_text(message.get(key)) for key in ("role", "content"))
+    return isinstance(message, dict) and all(is_text(message.get(key)) for key in ("role", "content"))
 
 
-def _is_text(value: object) -> bool:
+def is_text(value: object) -> bool:
     """A string without half a surrogate pair, which JSON may hold and no tokenizer takes."""
     return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 

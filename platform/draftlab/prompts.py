@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from draftlab.config import Run
-from draftlab.corpus import load_corpus, read_lines
+from draftlab.corpus import is_text, load_corpus, read_lines
 from draftlab.errors import UserError, first_line
 from draftlab.target import Target, expand
 
@@ -173,6 +173,8 @@ def from_messages(messages: Sequence[Message], domain: str, where: str) -> Promp
         text = message["content"]
         if not isinstance(text, str) or not (text.strip() or message["role"] == "system"):
             raise UserError(f"{where}: message {number} has no text, got {text!r}")
+        if not is_text(text):
+            raise UserError(f"{where}: message {number} holds half a surrogate pair, got {text!r:.80}")
     opening = messages[:1] if messages and messages[0]["role"] == "system" else []
     said = messages[len(opening) :]
     roles = [message["role"] for message in said]

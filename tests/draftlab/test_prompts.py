@@ -138,6 +138,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(target, monkeypatch):
         ('{"turns": []}', "line 1: expected at least one turn of a user"),
         ('{"turns": ["a", " "]}', "line 1: message 2 has no text"),
         ('{"turns": ["a", null]}', "line 1: message 2 has no text"),
+        ('{"prompt": "a"}\n{"prompt": "b \\ud800"}', "line 2: message 1 holds half a surrogate pair"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 1: the conversation starts with the assistant"),
         ('{"conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "y"}]}', ".* starts with"),
         (json.dumps({"messages": [user("a"), assistant("b"), user("c")]}), "line 1: the conversation ends with a user"),
