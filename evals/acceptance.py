@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.eval_parser(__doc__)
     parser.add_argument("--block-sizes", type=cli.integers, help="decode with each of these, such as 2,4,8,16")
     args = parser.parse_args(argv)
+    cli.check_taken(args.overrides, {"eval.block_sizes": "--block-sizes"})
     out = cli.out_folder("acceptance", args)
     base = config.load(args.config or config.DEFAULT_CONFIG, args.overrides)
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompts = load_prompts(args.prompts, run, target, say)
         hashes = ", ".join(field.hashes.values())
         params = run.flat() | {"ckpt": ", ".join(args.ckpt), "checkpoint": hashes, "prompts": args.prompts}
-        with store.run(f"acceptance {hashes}", key=f"acceptance/{out.absolute()}", params=params) as run_id:
+        with store.run(f"acceptance {hashes}", params) as run_id:
             found = evaluation.evaluate(
                 target, field.drafts, prompts, run.eval, say, run.seed, field.hashes, args.block_sizes
             )

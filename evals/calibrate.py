@@ -1,7 +1,7 @@
 """Question: how far may a draft's confidence head be believed, and how much further after calibration?
 
-Varies: one temperature a slot, fitted from the first slot to the last on the later half of the prompts; the earlier
-    half, with which the held-out prompts of other scripts begin, tells the calibration error before and after.
+Varies: one temperature a slot, fitted from the first slot to the last on the later half of each set's prompts; the
+    earlier half, with which the held-out prompts of other scripts begin, tells the calibration error before and after.
 Run:    python evals/calibrate.py --ckpt CKPT --out DIR
         python evals/calibrate.py --ckpt CKPT --out DIR --prompts heldout:200 eval.max_new_tokens=128 eval.batch_size=8
         python evals/acceptance.py --ckpt DIR eval.schedule=confidence
@@ -10,7 +10,7 @@ Run:    python evals/calibrate.py --ckpt CKPT --out DIR
 Writes: under --out, which must not exist yet, the checkpoint with the temperatures in its config.json.
 Cost:   two decodings of each prompt, whole blocks verified; 10 minutes for the default 100 prompts on two CPU cores.
 Source: sequential temperature scaling of the DSpark paper.
-Exit:   0; 2 for what the user can mend.
+Exit:   0; 1 if a prompt failed, or in float32 an output was not the target's own; 2 for what the user can mend.
 """
 
 from __future__ import annotations
@@ -49,11 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = evaluation.evaluate(target, field.drafts, prompts, run.eval, say, run.seed, schedules=["fixed"])
         temperatures, scores = evaluation.calibrate(found[name])
         checkpoint.save_calibrated(args.out, field.folders[name], temperatures)
+        for row in found[name].prompts:
+            if row["status"] != "ok":
+                say(f"{row['where']} failed: {row['reason']}")
         say("on the earlier half of the prompts, by slot, and last the mean")
         for title, values in {"temperature": temperatures, **scores}.items():
             say(f"{title:11} {' '.join(f'{value:6.3f}' for value in values)}")
         say(f"calibrated draft written to {args.out}")
-    return 0
+    return evaluation.exit_code(found.values())
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.eval_parser(__doc__)
     parser.add_argument("--schedules", type=cli.several, help="decode with each of these: fixed,confidence")
     args = parser.parse_args(argv)
+    cli.check_taken(args.overrides, {"eval.schedule": "--schedules"} if args.schedules else {})
     if len(args.ckpt) * len(args.schedules or [None]) < 2:
         raise UserError("expected at least two --ckpt to compare, or one with --schedules fixed,confidence")
     out = cli.out_folder("compare", args)
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompts = load_prompts(args.prompts, run, target, say)
         params = run.flat() | {"ckpt": ", ".join(args.ckpt), "prompts": args.prompts}
         what = f"{len(args.ckpt)} drafts" if len(args.ckpt) > 1 else "schedules"
-        with store.run(f"compare {what}", key=f"compare/{out.absolute()}", params=params) as run_id:
+        with store.run(f"compare {what}", params) as run_id:
             found = evaluation.evaluate(
                 target, field.drafts, prompts, run.eval, say, run.seed, field.hashes, schedules=args.schedules
             )

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from draftlab import cli, config
+from draftlab.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if min(args.draws, args.samples) < 0:
         parser.error(f"--draws and --samples: expected 0 or more, got {args.draws} and {args.samples}")
+    cli.check_taken(args.overrides, {"target.dtype": "--dtype"})
     overrides = [*args.overrides, f"target.dtype={args.dtype}"]
     base = config.load(args.config or config.DEFAULT_CONFIG, overrides)
 
@@ -59,8 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         named = [
             (prompt.where, target.chat(prompt.messages(system=run.eval.system), **template)) for prompt in prompts
         ]
-        for _, prompt in named:
-            decode.check_prompt(target, prompt, limit, draft)
+        for name, prompt in named:
+            try:
+                decode.check_prompt(target, prompt, limit, draft)
+            except UserError as error:
+                raise UserError(f"{name}: {error}") from error
         schedule = None
         if run.eval.schedule == "confidence":
             decode.check_confidence(draft, args.ckpt)

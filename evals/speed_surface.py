@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", type=cli.integers, default=[1, 4], help="prompts at once that are timed")
     parser.add_argument("--contexts", type=cli.integers, default=[64, 128, 256], help="context lengths that are timed")
     args = parser.parse_args(argv)
+    cli.check_taken(args.overrides, {"eval.block_sizes": "--block-sizes"})
     out = cli.out_folder("speed_surface", args)
     base = config.load(args.config or config.DEFAULT_CONFIG, args.overrides)
     if len(args.ckpt) > 1 or min(*args.block_sizes, 2) < 2 or min(*args.batches, *args.contexts, 1) < 1:
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         batches = sorted({*args.batches, run.eval.batch_size})
         hashes = ", ".join(field.hashes.values())
         params = run.flat() | {"ckpt": args.ckpt[0], "checkpoint": hashes, "prompts": args.prompts}
-        with store.run(f"speed surface {hashes}", key=f"speed_surface/{out.absolute()}", params=params) as run_id:
+        with store.run(f"speed surface {hashes}", params) as run_id:
             found = evaluation.evaluate(
                 target, field.drafts, prompts, run.eval, say, run.seed, field.hashes, sorted(args.block_sizes),
                 ["fixed"],

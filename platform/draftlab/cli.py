@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NoReturn
@@ -152,9 +152,7 @@ class Sweep:
             for setting in (itertools.chain(*vary[key].values()) if isinstance(vary[key], dict) else [key])
         }
         taken |= {self.FLAGS[flag].partition("=")[0]: flag for flag in given if flag in self.FLAGS}
-        for override in overrides:
-            if option := taken.get(override.partition("=")[0]):
-                raise UserError(f"override {override!r}: {option} is what sets that here; expected it alone")
+        check_taken(overrides, taken)
         with Progress("loading torch, Ray and MLflow") as say:
             defaults = copy.deepcopy(self.defaults)
             if given.get("--search") == "grid":  # all combinations, not the script's own number of samples
@@ -168,6 +166,20 @@ class Sweep:
 
             question = sweep.Question(self.experiment, self.question, vary, self.baseline, self.probe)
             return sweep.dry_run(question, base, say) if args.dry_run else sweep.start(question, base, args.out, say)
+
+
+def check_taken(overrides: Sequence[str], taken: Mapping[str, str]) -> None:
+    """Refuse an override that would be ignored, for an option sets it.
+
+    Args:
+        taken: dotted key -> the option.
+
+    Raises:
+        UserError: naming both.
+    """
+    for override in overrides:
+        if option := taken.get(override.partition("=")[0]):
+            raise UserError(f"override {override!r}: {option} is what sets that here; expected it alone")
 
 
 def integers(text: str) -> list[int]:

@@ -24,6 +24,8 @@ from draftlab.schedule import Schedule, reach
 from draftlab.target import Head, Target
 
 MODES = ("rejection", "greedy_draft")
+COLDEST = 1e-6
+"""Lowest temperature that samples: below it logits overflow, and 0 does the same."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,10 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UserError(f"sampling mode: expected {' or '.join(MODES)}, got {self.mode}")
-        if not (self.temperature >= 0 and 0 < self.top_p <= 1 and (self.top_k is None or self.top_k >= 1)):
+        cold = 0 < self.temperature < COLDEST or not self.temperature >= 0
+        if cold or not (0 < self.top_p <= 1 and (self.top_k is None or self.top_k >= 1)):
             raise UserError(
-                "sampling: expected temperature >= 0, top_k >= 1 and 0 < top_p <= 1, "
+                f"sampling: expected temperature 0 or >= {COLDEST}, top_k >= 1 and 0 < top_p <= 1, "
                 f"got {self.temperature}, {self.top_k} and {self.top_p}"
             )
 

@@ -213,14 +213,19 @@ def calibrate(found: Evaluation) -> tuple[list[float], dict[str, np.ndarray]]:
     """Temperatures of a draft's confidence head, from whole blocks that were decoded.
 
     Returns:
-        One a slot, fitted on the later half of the prompts; and the `confidence_scores` with them, of the earlier half.
+        One a slot, fitted on the later half of each domain's prompts; and the `confidence_scores` with them, of the
+        earlier halves.
 
     Raises:
-        UserError: nothing was decoded in the later half.
+        UserError: nothing was decoded in the later halves.
     """
     slots, halves = len(found.survival) + 1, ([], [])
+    domains: dict[str, dict[int, None]] = {}
+    for row in found.prompts:
+        domains.setdefault(row["domain"], {})[row["prompt"]] = None
+    later = {prompt for asked in domains.values() for prompt in list(asked)[(len(asked) + 1) // 2 :]}
     for pair in found.traces:
-        halves[pair.case.prompt >= found.metrics["prompts"] / 2].append(pair.draft)
+        halves[pair.case.prompt in later].append(pair.draft)
     logits, accepted = metrics.confidence_items(halves[1], slots)
     if not len(logits):
         raise UserError(f"calibration: expected rounds in both halves of {found.metrics['prompts']} prompts, got none")
@@ -313,6 +318,9 @@ def _entrants(
 ) -> dict[str, _Entrant]:
     if too_small := [size for size in block_sizes or () if size < 2]:
         raise UserError(f"block size: expected at least 2 (an anchor and a drafted token), got {too_small[0]}")
+    for name, draft in drafts.items():
+        if max(block_sizes or (0,)) > (positions := draft.spec.max_position_embeddings):
+            raise UserError(f"block size: {name} has {positions} positions, got {max(block_sizes)}")
     entrants = {}
     for (name, draft), size, schedule in product(drafts.items(), block_sizes or (None,), schedules):
         full = name + (f" b={size}" if len(block_sizes or ()) > 1 else "")

@@ -243,10 +243,15 @@ def verdict_table(frame: pd.DataFrame) -> str:
 
 
 def by_block_size(evaluations: Mapping[str, Evaluation]) -> pd.DataFrame:
-    """A row a draft and block size: what it was trained with, what it was decoded with, acceptance and speedup."""
+    """A row a draft and block size: what it was trained with, what it was decoded with, acceptance and speedup.
+
+    Where there are several schedules, each is a draft of its own.
+    """
+    several = len({found.provenance.get("schedule") for found in evaluations.values()}) > 1
     names = [f"{name}{end}" for name in ("acceptance_length", "speedup") for end in ("", "_low", "_high")]
     rows = [
         {key: found.provenance[key] for key in ("draft", "trained_block_size", "block_size")}
+        | ({"draft": f"{found.provenance['draft']} {found.provenance['schedule']}"} if several else {})
         | {name: found.metrics[name] for name in ("drafted_tokens", *names)}
         for found in evaluations.values()
     ]

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import tempfile
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -159,9 +160,14 @@ class Store:
         return run_id
 
     @contextmanager
-    def run(self, name: str, **how: Any) -> Iterator[str]:
-        """`start_run`, and the end that the block comes to: FINISHED, KILLED by a signal, or FAILED with its error."""
-        run_id = self.start_run(name, **how)
+    def run(self, name: str, params: Mapping[str, Any] | None = None) -> Iterator[str]:
+        """A run that nothing continues, and the end that the block comes to: FINISHED, KILLED by a signal, or FAILED
+        with its error.
+
+        Args:
+            name, params: as in `start_run`.
+        """
+        run_id = self.start_run(name, key=f"{name}/{uuid.uuid4().hex}", params=params)
         try:
             yield run_id
         except BaseException as error:

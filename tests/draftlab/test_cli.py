@@ -206,5 +206,11 @@ def test_a_setting_that_no_chosen_variation_has_is_free(asked):
     assert asked[0][1].train.steps == 3
 
 
+def test_an_override_of_what_an_option_sets_is_refused():
+    cli.check_taken(["eval.prompts=3"], {"target.dtype": "--dtype"})
+    with pytest.raises(UserError, match="^override 'target.dtype=bfloat16': --dtype is what sets that here"):
+        cli.check_taken(["eval.prompts=3", "target.dtype=bfloat16"], {"target.dtype": "--dtype"})
+
+
 def test_values_by_comma_are_numbers_where_they_can_be():
     assert cli.several("4, 8,inf,0.5,uniform") == [4, 8, float("inf"), 0.5, "uniform"]

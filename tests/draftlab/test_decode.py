@@ -605,8 +605,9 @@ def test_a_sampling_has_a_name_and_refuses_what_it_cannot_be():
     assert Sampling(1.0, mode="greedy_draft").protocol == "greedy_draft, temperature 1"
     with pytest.raises(UserError, match="rejection or greedy_draft, got typical"):
         Sampling(mode="typical")
-    for bad in ({"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}):
-        with pytest.raises(UserError, match="expected temperature >= 0"):
+    cold = [{"temperature": value} for value in (-1.0, float("nan"), 1e-39)]
+    for bad in (*cold, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}):
+        with pytest.raises(UserError, match="expected temperature 0 or >= 1e-06"):
             Sampling(**bad)
 
 

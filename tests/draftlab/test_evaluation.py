@@ -291,6 +291,8 @@ def test_one_draft_is_decoded_at_each_block_size(target):
     assert len(report.by_block_size(found)) == 6
     with pytest.raises(UserError, match="block size: expected at least 2"):
         evaluation.evaluate(target, drafts, prompts(), QUICK, quiet, block_sizes=[4, 1])
+    with pytest.raises(UserError, match="block size: a has 2048 positions, got 2049"):
+        evaluation.evaluate(target, drafts, prompts(), QUICK, quiet, block_sizes=[4, 2049])
 
 
 def sure_draft(target, temperatures=None):
@@ -335,6 +337,22 @@ def test_a_calibration_is_fitted_on_the_later_prompts_and_scored_on_the_earlier(
     alone = evaluation.evaluate(target, {"a": sure_draft(target)}, prompts(2), QUICK, quiet)["a"]
     with pytest.raises(UserError, match="in both halves of 2 prompts"):
         evaluation.calibrate(replace(alone, traces=alone.traces[:1]))
+
+
+def test_every_domain_has_a_part_in_the_calibration_and_in_its_scores(target):
+    asked = [*prompts(4), *(Prompt("code", f"task {i}", (f"Write {i}.",)) for i in range(3))]
+    found = evaluation.evaluate(target, {"a": sure_draft(target)}, asked, QUICK, quiet)["a"]
+    later = metrics.confidence_items([p.draft for p in found.traces if p.case.prompt in (2, 3, 6)], 5)
+    assert evaluation.calibrate(found)[0] == fit_temperatures(*later)
+
+
+def test_schedules_of_one_draft_stand_apart_in_the_table_of_block_sizes(target):
+    drafts = {"a": sure_draft(target), "b": sure_draft(target)}
+    both = ["fixed", "confidence"]
+    found = evaluation.evaluate(target, drafts, prompts(1), QUICK, quiet, block_sizes=[2, 4], schedules=both)
+    frame = report.by_block_size(found)
+    assert list(frame["draft"].unique()) == ["a fixed", "a confidence", "b fixed", "b confidence"]
+    assert not frame.duplicated(["draft", "block_size"]).any()
 
 
 def test_one_draft_is_decoded_by_each_schedule(target, monkeypatch):
@@ -546,6 +564,8 @@ def test_the_acceptance_script_makes_the_table_of_trained_by_decoded_block_size(
     assert [result["provenance"]["block_size"] for result in results.values()] == [2, 4]
     assert {row["by"] for row in results["step b=2"]["breakdown"]} == {"domain", "turn", "context", "position"}
     assert Path("out/block_sizes.png").exists() and len(Path("out/block_sizes.csv").read_text().splitlines()) == 3
+    with pytest.raises(UserError, match="--block-sizes is what sets that here"):
+        script("acceptance")([*arguments[:-2], "eval.block_sizes=[2]"])
 
 
 def test_the_compare_script_says_no_difference_of_a_checkpoint_and_itself(saved, outputs, monkeypatch, capsys):
@@ -586,6 +606,21 @@ def test_the_calibrate_script_writes_a_draft_that_the_others_take(saved_sure, sa
     assert {"ece", "auc", "brier", "raw_ece"} == set(results["confidence"])
     with pytest.raises(UserError, match="expected a draft with a confidence head"):
         script("calibrate")(["--ckpt", str(saved), "--out", "other", "--prompts", "humaneval:2"])
+    with pytest.raises(UserError, match="sure2: is there already"):
+        script("calibrate")(["--ckpt", str(saved_sure), "--out", "sure2"])
+    decoded, broken = decode.decode_target, ids(load_target(TargetConfig(model="tiny")), Prompt("c", "w", ("break",)))
+
+    def fails(target, asked, *rest):
+        if broken in asked:
+            raise RuntimeError("no space")
+        return decoded(target, asked, *rest)
+
+    monkeypatch.setattr(evaluation, "decode_target", fails)
+    Path("chat.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a", "break", "c", "d")))
+    arguments = ["--prompts", "chat.jsonl", "eval.max_new_tokens=8", "eval.bootstrap=100"]
+    capsys.readouterr()
+    assert script("calibrate")(["--ckpt", str(saved_sure), "--out", "sure3", *arguments]) == 1
+    assert "prompts chat.jsonl, line 2 failed: target: RuntimeError: no space" in capsys.readouterr().out
     with pytest.raises(UserError, match="sure2: is there already"):
         script("calibrate")(["--ckpt", str(saved_sure), "--out", "sure2"])
 
@@ -667,6 +702,10 @@ def test_the_losslessness_script_passes_a_real_draft_and_catches_a_wrong_one(sav
     assert len(re.findall(r"(rejection|greedy_draft) against .*: no difference, p", said)) == 4
     assert "without the residual against exact probabilities: they differ" in said
     arguments += ["--draws", "0", "--samples", "0"]
+    with pytest.raises(UserError, match="^override 'target.dtype=bfloat16': --dtype is what sets that here"):
+        script("losslessness")([*arguments, "target.dtype=bfloat16"])
+    with pytest.raises(UserError, match=r"^prompts humaneval, HumanEval/0: prompt of \d+ tokens .* has 2048 positions"):
+        script("losslessness")([*arguments, "eval.max_new_tokens=2048"])
     leading = decode.leading
 
     def careless(kept, stake):  # takes the first guess unseen

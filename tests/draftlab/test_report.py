@@ -168,6 +168,8 @@ def test_the_table_of_decoded_block_sizes_keeps_the_order_of_the_drafts_and_aver
     assert lines[1].split()[-4:] == ["8.08", "x1.00", "8.16", "x1.00"]
     cells = report._heat_map(frame.rename(columns={"block_size": "decoded"}), "decoded", "arm").axes[0].images[0]
     assert np.allclose(cells.get_array(), [[8.58, 8.66], [16.58, 16.66]])
+    frame["draft"] = [f"{start}/a/rather/long/folder/of/outputs/with/trials/block_size_8" for start in "aabbccdd"]
+    assert len(report.block_size_table(frame).splitlines()) == 1 + 4, "names that end alike stay apart"
 
 
 def test_the_table_of_decoded_block_sizes_bears_long_names_that_end_alike():

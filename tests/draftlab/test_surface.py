@@ -5,8 +5,9 @@ import math
 
 import pytest
 
-from draftlab import surface
+from draftlab import decode, surface
 from draftlab.config import DraftConfig, TargetConfig
+from draftlab.decode import Sampling
 from draftlab.draft import Draft, adapt
 from draftlab.surface import Surface
 from draftlab.target import load_target
@@ -101,6 +102,19 @@ def test_every_cell_is_measured():
     assert set(found.target) == {(batch, context) for batch in (1, 3) for context in (8, 40, 90)}
     assert all(seconds > 0 for parts in found.rounds.values() for seconds in parts)
     assert all(seconds > 0 for seconds in found.target.values())
+
+
+def test_calls_are_timed_with_the_sampling_that_is_asked_for(monkeypatch):
+    target = load_target(TargetConfig(model="tiny", dtype="float32", device="cpu"))
+    config = DraftConfig(block_size=4, num_hidden_layers=1, target_layer_ids=[0, 2])
+    draft = Draft(adapt(target.config, config, target.mask_token_id))
+    draft.reset(0)
+    draw, drawn = decode.draw, []
+    monkeypatch.setattr(decode, "draw", lambda p, uniform: (drawn.append(len(p)), draw(p, uniform))[1])
+    surface.schedule(target, draft.eval(), [[65] * 5], 4, 1, quiet)
+    assert not drawn
+    surface.schedule(target, draft, [[65] * 5], 4, 1, quiet, Sampling(1.0))
+    assert 1 in drawn and 3 in drawn, "the target's token, and the draft's three"
 
 
 @pytest.mark.parametrize("variant, slots", [("dflash", 5), ("dspark", 6)])

@@ -223,6 +223,16 @@ def test_a_key_continues_its_run_and_another_key_starts_one(store):
     assert not {"draftlab.reason", "draftlab.params_changed"} & set(run.data.tags)
 
 
+def test_a_run_that_nothing_continues_is_one_of_its_own_under_the_same_name(store):
+    ids = []
+    for value in (1, 2):
+        with store.run("acceptance", {"value": value}) as run_id:
+            ids.append(run_id)
+    runs = [run_of(store, run_id) for run_id in ids]
+    assert [run.data.params["value"] for run in runs] == ["1", "2"] and ids[0] != ids[1]
+    assert [run.info.status for run in runs] == ["FINISHED"] * 2
+
+
 def test_params_stay_as_first_written_and_a_difference_is_tagged(store):
     run_id = store.start_run("trial", key="trial", params={"steps": 10, "lr": 1e-3})
     store.start_run("trial", key="trial", params={"steps": 20, "lr": 1e-3, "new": 1})
