@@ -216,7 +216,7 @@ def against_measurement(rows: Sequence[dict[str, Any]], measured: Sequence[dict[
 
 
 def agrees(compared: Sequence[dict[str, Any]]) -> bool:
-    """Is the predicted best block size the measured best, or within its interval?"""
+    """Is the predicted best block size the measured best, or did it measure within the interval of that?"""
     predicted = max(compared, key=lambda row: row["predicted_speedup"])
     measured = max(compared, key=lambda row: row["measured_speedup"])
-    return predicted is measured or predicted["measured_speedup_high"] >= measured["measured_speedup_low"]
+    return predicted is measured or predicted["measured_speedup"] >= measured["measured_speedup_low"]
