@@ -86,20 +86,14 @@ def test_a_sweep_of_block_sizes_ends_in_a_table_figures_and_tracked_runs(swept, 
     assert {run.info.status for run in runs_of(client).values()} == {"FINISHED"}
 
 
-def test_a_run_goes_on_after_sigkill_and_after_sigterm_and_leaves_none_running(tmp_path, tracked):
+def test_a_run_goes_on_after_sigterm_and_leaves_none_running(tmp_path, tracked):
+    """All is put away, and how to go on is told. SIGKILL: the next test."""
     override, client = tracked
     out = tmp_path / "out"
     script = [sys.executable, str(ROOT / "experiments" / "train.py")]
     begin = [*TINY, override, "--out", str(out), "train.steps=200", "train.eval_every=10"]
 
-    # SIGKILL: nothing can be put away; the next start finds it.
     driver = until(r"step [2-9]\d/", [*script, *begin])
-    driver.kill()
-    driver.communicate(timeout=60)
-    assert {run.info.status for run in runs_of(client).values()} == {"RUNNING"}
-
-    # SIGTERM: all is put away, and how to go on is told.
-    driver = until(r"step ([6-9]\d|1\d\d)/", [*script, "--resume", str(out)])
     driver.send_signal(signal.SIGTERM)
     said, _ = driver.communicate(timeout=60)
     assert driver.returncode == 130
@@ -113,8 +107,8 @@ def test_a_run_goes_on_after_sigkill_and_after_sigterm_and_leaves_none_running(t
     assert not any("draftlab.reason" in run.data.tags for run in runs.values())
     steps = steps_of(out)
     assert steps[-1] == 200
-    # Both restarts went on from the last checkpoint: what came after it is all that was done twice.
-    assert sum(later <= earlier for earlier, later in zip(steps, steps[1:])) <= 2
+    # It went on from the last checkpoint: what came after that is all that was done twice.
+    assert sum(later <= earlier for earlier, later in zip(steps, steps[1:])) <= 1
     assert all(later - earlier > -20 for earlier, later in zip(steps, steps[1:]))
     frame = pd.read_csv(out / "results.csv")
     assert list(frame["status"]) == ["FINISHED"] and frame.loc[0, "acceptance_length"] >= 1
@@ -124,26 +118,27 @@ def test_a_gate_proposes_layers_to_the_trials_after_it_also_if_the_driver_is_kil
     override, client = tracked
     out = tmp_path / "out"
     script = [sys.executable, str(ROOT / "experiments" / "sweep_target_layers.py")]
-    begin = [*TINY, override, "--out", str(out), "--layers", "late 1; gate 1; uniform 1", "--baseline", "uniform_1"]
-    driver = until(r"gate_1: step [2-9]\d/", [*script, *begin, "train.steps=120", "train.eval_every=10"])
+    begin = [*TINY, override, "--out", str(out), "--layers", "gate 1; uniform 1", "--baseline", "uniform_1"]
+    driver = until(r"gate_1: step [2-9]\d/", [*script, *begin, "train.steps=80", "train.eval_every=10"])
     driver.kill()
     driver.communicate(timeout=60)
     plan = records.load_plan(out)
     assert sorted(plan.proposed) == [0, 1, 2]
-    before = {name: steps_of(out, name) for name in ("gate", "late_1")}
-    assert all(steps[-1] == 120 for steps in before.values())
+    before = steps_of(out, "gate")
+    assert before[-1] == 80
+    assert "RUNNING" in {run.info.status for run in runs_of(client).values()}  # nothing could be put away
 
     assert sweep_target_layers.main(["--resume", str(out)]) == 0
-    assert {name: steps_of(out, name) for name in before} == before  # what had ended was not trained again
+    assert steps_of(out, "gate") == before  # what had ended was not trained again
     steps = steps_of(out, "gate_1")
-    assert steps[-1] == 120 and sum(later <= earlier for earlier, later in zip(steps, steps[1:])) <= 1
+    assert steps[-1] == 80 and sum(later <= earlier for earlier, later in zip(steps, steps[1:])) <= 1
     assert all(later - earlier > -20 for earlier, later in zip(steps, steps[1:]))
     frame = pd.read_csv(out / "results.csv").set_index("trial")
-    assert list(frame.index) == ["gate", "late_1", "gate_1", "uniform_1"] and set(frame["status"]) == {"FINISHED"}
+    assert list(frame.index) == ["gate", "gate_1", "uniform_1"] and set(frame["status"]) == {"FINISHED"}
 
     # One finished run a trial, the retrained draft is a plain one with the layer that the gate puts first.
     runs = runs_of(client)
-    assert len(runs) == len(client.search_runs([client.get_experiment_by_name("draftlab").experiment_id])) == 5
+    assert len(runs) == len(client.search_runs([client.get_experiment_by_name("draftlab").experiment_id])) == 4
     assert {run.info.status for run in runs.values()} == {"FINISHED"}
     assert not any("draftlab.params_changed" in run.data.tags for run in runs.values())
     gate, _ = checkpoint.load(out / "trials" / "gate" / "draft")
@@ -156,7 +151,7 @@ def test_a_gate_proposes_layers_to_the_trials_after_it_also_if_the_driver_is_kil
     # The gate itself is no answer, but its shares are shown with the verdict.
     assert list(pd.read_csv(out / "gate.csv")["layer"]) == plan.proposed
     verdicts = pd.read_csv(out / "verdicts.csv").set_index("arm")["verdict"]
-    assert set(verdicts.index) == {"late_1", "gate_1", "uniform_1"} and verdicts["uniform_1"] == "baseline"
+    assert set(verdicts.index) == {"gate_1", "uniform_1"} and verdicts["uniform_1"] == "baseline"
     page = (out / "report.md").read_text()
     said = rf"The gate proposes layer {plan.proposed[0]} \(gate_1\); against uniform_1 .*: {verdicts['gate_1']}\."
     assert re.search(said, page) and "![gate.png](gate.png)" in page
@@ -167,12 +162,12 @@ def test_a_gate_proposes_layers_to_the_trials_after_it_also_if_the_driver_is_kil
 def test_the_family_is_compared_for_equal_time_and_decoded_at_other_block_sizes_too(tmp_path, tracked):
     override, client = tracked
     out = tmp_path / "out"
-    variants = ["--variants", "dflash:4,dflare:4,dspark:3", "--baseline", "dflash_4", "--seeds", "0", "train.seconds=2"]
+    variants = ["--variants", "dflare:4,dspark:3", "--baseline", "dflare_4", "--seeds", "0", "train.seconds=2"]
     sizes = ["--decode-sizes", "2,4", "--rank-by", "acceptance_length"]
     assert compare_family.main([*TINY, override, "--out", str(out), *variants, *sizes]) == 0
     frame = pd.read_csv(out / "results.csv").set_index("variant")
-    assert list(frame.index) == ["dflash_4", "dflare_4", "dspark_3"] and set(frame["status"]) == {"FINISHED"}
-    assert list(frame["block_size"]) == [4, 4, 3] and set(frame["drafted_tokens"]) == {3}
+    assert list(frame.index) == ["dflare_4", "dspark_3"] and set(frame["status"]) == {"FINISHED"}
+    assert list(frame["block_size"]) == [4, 3] and set(frame["drafted_tokens"]) == {3}
     assert (frame["train_seconds"] >= 2).all() and (frame["divergences"] == 0).all()
     assert (out / "trials" / "dflare_4" / "evaluation" / "layer_mix.png").is_file()
 
@@ -180,7 +175,7 @@ def test_the_family_is_compared_for_equal_time_and_decoded_at_other_block_sizes_
     table = pd.read_csv(out / "block_sizes.csv").set_index(["draft", "block_size"])
     assert set(table.index) == {(name, size) for name in frame.index for size in (2, 3, 4)}
     verdicts = pd.read_csv(out / "verdicts.csv").set_index("arm")
-    assert verdicts.loc["dflash_4", "verdict"] == "baseline"
+    assert verdicts.loc["dflare_4", "verdict"] == "baseline"
     runs = runs_of(client)
     for name, row in frame.iterrows():
         own = table.loc[(name, row["block_size"]), "acceptance_length"]
