@@ -107,7 +107,7 @@ def answer(found: Sequence[Verdict], measure: str) -> str:
         if equal:
             return f"{text}, but it is not told apart from {', '.join(equal)}."
         return f"{text}, and every other is worse beyond the noise."
-    return f"{text}; against the baseline {baseline.arm} that is {_change(best)}: {best.verdict}."
+    return f"{text}; against the baseline {baseline.arm} that is {change(best)}: {best.verdict}."
 
 
 def proposal(arm: str, layers: Sequence[int], found: Sequence[Verdict]) -> str:
@@ -123,10 +123,11 @@ def proposal(arm: str, layers: Sequence[int], found: Sequence[Verdict]) -> str:
     if one.verdict == "baseline":
         return f"{text}, which the others are compared with."
     baseline = next(one for one in found if one.verdict == "baseline")
-    return f"{text}; against {baseline.arm} that is {_change(one)}: {one.verdict}."
+    return f"{text}; against {baseline.arm} that is {change(one)}: {one.verdict}."
 
 
-def _change(one: Verdict) -> str:
+def change(one: Verdict) -> str:
+    """The difference from the baseline and its interval, as text."""
     return f"{one.difference:+.2f} [{one.difference_low:+.2f}, {one.difference_high:+.2f}]"
 
 

@@ -444,8 +444,8 @@ class _Sweep:
         return texts
 
     def _tell(self, one: findings.Verdict) -> None:
-        change = f"{one.difference:+.2f} [{one.difference_low:+.2f}, {one.difference_high:+.2f}]"
-        beside = "the baseline" if one.verdict == "baseline" else f"{one.verdict}, {change} against the baseline"
+        against = f"{one.verdict}, {findings.change(one)} against the baseline"
+        beside = "the baseline" if one.verdict == "baseline" else against
         measure = self.search.rank_by.replace("_", " ")
         self.say(f"{one.arm}: {measure} {one.value:.2f} [{one.low:.2f}, {one.high:.2f}], {beside}")
 
