@@ -548,7 +548,8 @@ def _verdict_figure(frame: pd.DataFrame) -> Figure:
             y, ink = arms.index(row.arm), inks.get(row.verdict, FADED)
             axis.plot([row.difference_low, row.difference_high], [y, y], color=ink)
             axis.plot(row.difference, y, marker="o", color=ink)
-            axis.annotate(row.verdict, (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=9, color=ink)
+            place = {"xy": (1.01, y), "xycoords": ("axes fraction", "data"), "va": "center"}
+            axis.annotate(row.verdict, **place, fontsize=9, color=ink)
         axis.axvline(0, color=FADED, linewidth=1, linestyle="--")
         axis.set_title(measure.replace("_", " "))
         axis.set_yticks(range(len(arms)), [_label(arm) for arm in arms])
