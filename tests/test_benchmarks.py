@@ -4,6 +4,7 @@ import re
 from importlib import import_module
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
@@ -137,7 +138,26 @@ def test_a_sweep_and_separate_runs_are_asked_for_as_the_scripts_understand(monke
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("name", ["bench_train", "bench_corpus", "bench_decode", "profile_step"])
+@pytest.mark.parametrize("name", ["bench_train", "bench_corpus", "bench_decode", "bench_quality", "profile_step"])
 def test_without_a_gpu_cuda_is_skipped_visibly(name, capsys):
     assert import_module(name).main([*TINY, "--device", "cuda"]) == 0
     assert "skipped: --device cuda" in capsys.readouterr().out
+
+
+def test_the_default_recipe_and_the_published_one_are_scored_alike(tmp_path, capsys):
+    bench = import_module("bench_quality")
+    bench.main([*TINY, "--seconds", "1", "--seeds", "0", "--points", "2", "--out", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "seed 0: the published recipe ends at 1." in said and (tmp_path / "curves.png").stat().st_size > 10_000
+    frame = pd.read_csv(tmp_path / "curves.csv")
+    assert list(frame["recipe"]) == ["published"] * 3 + ["draftlab"] * 3
+    assert frame["acceptance_length"].between(1, 8).all()
+    ends = frame.groupby("recipe")["seconds"].max()
+    assert ends["published"] >= 1 and 1 / 3 <= ends["draftlab"] < ends["published"]
+
+
+def test_the_moment_at_which_a_curve_gets_there():
+    bench = import_module("bench_quality")
+    curve = [(0.0, 1.0), (10.0, 1.2), (20.0, 1.1), (30.0, 1.3)]
+    assert [bench.first(curve, aim) for aim in (1.0, 1.15, 1.2, 1.25, 1.4)] == [0, 10, 10, 30, None]
+    assert bench.told_of(10.0, 100.0, 5.0) == "is there after 10 s, 10% of 100; with the features 15 s, 15%"

@@ -25,6 +25,7 @@ from experiments import (
     sweep_joint,
     sweep_losses,
     sweep_target_layers,
+    sweep_vocab,
 )
 from experiments import train as train_script
 
@@ -261,6 +262,7 @@ SCRIPTS = {
     sweep_joint: (16, ["--layers", "1"]),
     sweep_losses: (9, []),
     sweep_target_layers: (4, ["--layers", "uniform 1; gate 2; 0, 2"]),
+    sweep_vocab: (4, ["--vocabs", "32,full", "--seeds", "0,1"]),
 }
 
 

@@ -31,7 +31,7 @@ COLUMNS = (
     "acceptance_length", "acceptance_length_low", "acceptance_length_high", "acceptance_length_macro",
     "speedup", "speedup_low", "speedup_high",
     "draft_ms", "verify_ms", "target_ms",
-    "train_seconds", "supervised_tokens", "heldout_acceptance_length",
+    "train_seconds", "supervised_tokens", "heldout_acceptance_length", "heldout_vocab_coverage",
     "checkpoint", "mlflow_run_id", "status", "reason",
 )  # fmt: skip
 """Columns of results.csv, in this order; others follow."""

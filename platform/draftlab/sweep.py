@@ -317,6 +317,7 @@ class _Sweep:
             model_id=model_id,
             best_step=step,
             heldout_acceptance_length=metrics.get(cluster.SCORE),
+            heldout_vocab_coverage=metrics.get("heldout_vocab_coverage"),
             train_seconds=last["train_seconds"],
             supervised_tokens=last["supervised_tokens"],
         )
@@ -470,7 +471,10 @@ class _Sweep:
             row |= {key: value for key, value in found.metrics.items() if key in kept}
         if record.status in ENDED:
             row["checkpoint"] = str(record.draft)
-        for key in ("train_seconds", "supervised_tokens", "heldout_acceptance_length", "status", "reason"):
+        for key in (
+            "train_seconds", "supervised_tokens", "heldout_acceptance_length", "heldout_vocab_coverage",
+            "status", "reason",
+        ):  # fmt: skip
             row[key] = record.state.get(key)
         return row | {"mlflow_run_id": record.state.get("run_id")}
 

@@ -472,6 +472,7 @@ class _Loop:
         rows = self.prepared.heldout_rows[: config.offline_conversations][self.rank :: self.world_size]
         everywhere = blocks.position_weights(spec.block_size, math.inf, spec.first_slot)
         totals = np.zeros((2, spec.drafted_tokens + 1))  # committed tokens and rounds, then passed and reached by slot
+        known = np.zeros(2)  # tokens that the draft's vocabulary holds, of how many
         for start in range(0, len(rows), 8):
             batch = self.data.batch(rows[start : start + 8]).to(self.device)
             candidates = blocks.anchor_candidates(batch.supervised, batch.lengths)
@@ -483,9 +484,13 @@ class _Loop:
             valid = part.weights[..., spec.first_slot :].cpu().numpy() > 0
             totals[:, 0] += metrics.offline_acceptance(correct, valid)
             totals[:, 1:] += metrics.offline_slot_counts(correct, valid)
+            answers = self.head.rows(batch.ids[batch.supervised])[1]
+            known += int(answers.sum()), len(answers)
         (tokens, *passed), (rounds, *reached) = np.reshape(self._sum(totals.ravel().tolist()), totals.shape)
         survival = metrics.survival_curve(np.array(passed), np.array(reached))
         result = {"heldout_acceptance_length": tokens / rounds} if rounds else {}
+        covered, answers = self._sum(known.tolist())
+        result |= {"heldout_vocab_coverage": covered / answers} if answers else {}
         return result | {f"heldout_survival_{k}": float(p) for k, p in enumerate(survival, 1) if np.isfinite(p)}
 
     def _save(self) -> Path | None:

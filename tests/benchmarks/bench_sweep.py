@@ -13,16 +13,16 @@ Exit:   1 when the sweep takes over 35% of the separate runs.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from measuring import own_cache
+
 from draftlab import cli, config
-from draftlab.target import cache_root, load_target
+from draftlab.target import load_target
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 ALLOWED = 0.35
@@ -53,16 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def seconds(script: str, *arguments: str) -> float:
-    """How long a script takes with a cache of its own, in which only the targets and corpora are there already."""
-    with tempfile.TemporaryDirectory() as folder:
-        for kept in ("targets", "corpora"):
-            if (cache_root() / kept).is_dir():
-                (Path(folder) / kept).symlink_to(cache_root() / kept)
+    """How long a script takes, with no stored features."""
+    with own_cache() as folder:
         command = [sys.executable, str(EXPERIMENTS / script), *arguments, "--out", f"{folder}/out"]
         began = time.monotonic()
-        subprocess.run(
-            command, env=os.environ | {"DRAFTLAB_CACHE": folder}, cwd=folder, check=True, stdout=subprocess.DEVNULL
-        )
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
         return time.monotonic() - began
 
 

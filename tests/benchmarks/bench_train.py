@@ -69,7 +69,7 @@ class Plain:
         self.draft.to(target.device)
         self.optimizer = torch.optim.AdamW(self.draft.parameters(), lr=run.train.lr)
         self.weights = blocks.position_weights(spec.block_size, run.gamma)
-        self.step = 0
+        self.step, self.seconds = 0, 0.0
 
     def __call__(self) -> tuple[int, float]:
         """Supervised tokens and seconds of one step."""
@@ -89,12 +89,16 @@ class Plain:
             hidden = self.draft(features_, embeds, anchors)
             logits = hidden.to(self.target.dtype) @ self.target.ends.head.weight.T
         losses = F.cross_entropy(logits.float().flatten(0, -2), part.labels.flatten(), reduction="none")
+        if run.train.seconds:  # a training, not a step to be timed: the published schedule
+            progress = min(1.0, self.seconds / run.train.seconds)
+            self.optimizer.param_groups[0]["lr"] = train.learning_rate(progress * run.train.steps, run.train)
         self.optimizer.zero_grad()
         ((losses * part.weights.flatten()).sum() / part.weights.sum()).backward()
         torch.nn.utils.clip_grad_norm_(self.draft.parameters(), run.train.clip)
         self.optimizer.step()
-        self.step += 1
-        return int((part.weights > 0).sum()), now() - began
+        spent = now() - began
+        self.step, self.seconds = self.step + 1, self.seconds + spent
+        return int((part.weights > 0).sum()), spent
 
 
 def main(argv: Sequence[str] | None = None) -> int:

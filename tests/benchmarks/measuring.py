@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 from unittest.mock import patch
@@ -15,7 +17,7 @@ import torch
 
 from draftlab import cli, config, train
 from draftlab.config import Run
-from draftlab.target import Target
+from draftlab.target import Target, cache_root
 
 Measured = TypeVar("Measured")
 
@@ -60,6 +62,17 @@ def alternate(ways: Mapping[str, Callable[[], Measured]], rounds: int) -> dict[s
             if number:
                 found[name].append(value)
     return found
+
+
+@contextmanager
+def own_cache() -> Iterator[Path]:
+    """A new cache folder, in which only the targets and corpora are there already."""
+    with tempfile.TemporaryDirectory() as folder:
+        for kept in ("targets", "corpora"):
+            if (cache_root() / kept).is_dir():
+                (Path(folder) / kept).symlink_to(cache_root() / kept)
+        with patch.dict(os.environ, DRAFTLAB_CACHE=folder):
+            yield Path(folder)
 
 
 class Parts:
@@ -127,5 +140,6 @@ class Steps:
         """Supervised tokens and seconds of one step."""
         began = now()
         numbers = self.loop._train_step()
-        self.loop.step += 1
-        return int(numbers["valid_slots"]), now() - began
+        spent = now() - began
+        self.loop.step, self.loop.seconds = self.loop.step + 1, self.loop.seconds + spent
+        return int(numbers["valid_slots"]), spent

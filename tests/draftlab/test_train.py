@@ -697,6 +697,9 @@ def test_heldout_acceptance_equals_a_loop_over_anchors(prepared, corpus, target,
     survival = [metrics[f"heldout_survival_{k}"] for k in range(1, size)]
     conditional = [through / tried for through, tried in zip(survived, reached)]
     assert survival == pytest.approx([math.prod(conditional[:k]) for k in range(1, size)])
+    answers = [token for i in rows for token in corpus.rows[i].ids[corpus.rows[i].supervised].tolist()]
+    covered = sum(vocab is None or token in known for token in answers) / len(answers)
+    assert metrics["heldout_vocab_coverage"] == pytest.approx(covered) and (covered == 1) == (vocab is None)
 
 
 def test_bfloat16_compute_keeps_float32_masters(base, prepared, tmp_path):
