@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompts = load_prompts(args.prompts, run, target, say)
         found = evaluation.evaluate(target, field.drafts, prompts, run.eval, say, run.seed, schedules=["fixed"])
         temperatures, scores = evaluation.calibrate(found[name])
-        checkpoint.save_calibrated(args.out, field.folders[name], temperatures)
+        checkpoint.save_calibrated(args.out, field.folders[name], temperatures, found[name].provenance)
         for row in found[name].prompts:
             if row["status"] != "ok":
                 say(f"{row['where']} failed: {row['reason']}")

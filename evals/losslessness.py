@@ -28,6 +28,15 @@ from pathlib import Path
 from draftlab import cli, config
 from draftlab.errors import UserError
 
+FEWEST = 100
+"""Texts of a distribution test."""
+UNUSED = {
+    "eval.temperature": "here it is 0 word for word, and 1 in the distributions",
+    "eval.batch_size": "here it is 1, as `generate` has it beside",
+    "eval.mode": "both are tested",
+}
+"""Settings that this script has settled."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.run_parser(__doc__)
@@ -38,9 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draws", type=int, default=200_000, help="texts of the tiny target; 0 skips the test")
     parser.add_argument("--samples", type=int, default=1000, help="texts of the checkpoint's target; 0 skips the test")
     args = parser.parse_args(argv)
-    if min(args.draws, args.samples) < 0:
-        parser.error(f"--draws and --samples: expected 0 or more, got {args.draws} and {args.samples}")
+    for option, texts in (("--draws", args.draws), ("--samples", args.samples)):
+        if texts and texts < FEWEST:
+            parser.error(f"{option}: expected 0, or {FEWEST} texts at least for a test to tell anything, got {texts}")
     cli.check_taken(args.overrides, {"target.dtype": "--dtype"})
+    for override in args.overrides:
+        if (setting := override.partition("=")[0]) in UNUSED:
+            raise UserError(f"override {override!r}: {UNUSED[setting]}")
     overrides = [*args.overrides, f"target.dtype={args.dtype}"]
     base = config.load(args.config or config.DEFAULT_CONFIG, overrides)
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -145,7 +146,7 @@ def test_a_gate_proposes_layers_to_the_trials_after_it_also_if_the_driver_is_kil
     gate, _ = checkpoint.load(out / "trials" / "gate" / "draft")
     assert gate.spec.variant == "gated" and gate.spec.target_layer_ids == (0, 1, 2)
     assert gate.layer_order() == plan.proposed == records.load_plan(out).proposed
-    draft, info = checkpoint.load(out / "trials" / "gate_1" / "draft")
+    draft, _ = checkpoint.load(out / "trials" / "gate_1" / "draft")
     assert draft.spec.variant == "dflash" and draft.spec.target_layer_ids == tuple(plan.proposed[:1])
     assert runs["gate_1"].data.params["draft.target_layer_ids"] == str(plan.proposed[:1])
 
@@ -158,6 +159,10 @@ def test_a_gate_proposes_layers_to_the_trials_after_it_also_if_the_driver_is_kil
     assert re.search(said, page) and "![gate.png](gate.png)" in page
     parent = runs[f"sweep_target_layers {out.name}"].info.run_id
     assert {path.path for path in client.list_artifacts(parent)} >= {"gate.csv", "gate.png"}
+
+    # An ended sweep can be reported once more without its drafts.
+    shutil.rmtree(gate_folder := out / "trials" / "gate" / "draft")
+    assert sweep_target_layers.main(["--resume", str(out)]) == 0 and not gate_folder.exists()
 
 
 def test_the_family_is_compared_for_equal_time_and_decoded_at_other_block_sizes_too(tmp_path, tracked):
@@ -274,6 +279,20 @@ def test_a_dry_run_shows_the_trials_and_their_cost_and_does_nothing(script, tmp_
     said = capsys.readouterr().out
     assert re.search(rf"\b{count} trials, 1 at once: about \d+ minutes of training, [\d.]+ GB of memory, ", said), said
     assert not (tmp_path / "out").exists() and client.get_experiment_by_name("draftlab") is None
+
+
+@pytest.mark.parametrize(
+    "wrong, complaint",
+    [
+        ("eval.schedule=confidence", "trial num_hidden_layers_1: eval.schedule=confidence: needs draft.confidence=true"),
+        ("corpus.max_length=15", "trial num_hidden_layers_1: draft.block_size: expected at most corpus.max_length=15"),
+        ("draft.vocab=5", "trial num_hidden_layers_1: loss.top_k: "),
+    ],
+)
+def test_a_dry_run_refuses_what_the_sweep_would(wrong, complaint):
+    changes = [wrong, "draft.block_size=16", "loss.topk_kl=1", "features.last_hidden=true"]
+    with pytest.raises(UserError, match=complaint):
+        sweep_depth.main([*TINY, *changes, "--dry-run"])
 
 
 def test_a_joint_grid_has_all_combinations_whatever_the_script_samples_else(capsys):

@@ -46,6 +46,7 @@ ARCHITECTURES = {
 }
 """Published class name -> variant; a gate is a probe that no server loads."""
 OPTIONS = {
+    "block_size": "draft.block_size=B",
     "mask_token_id": "draft.mask_token_id=ID",
     "target_layer_ids": "draft.target_layer_ids=[ID,...]",
     "num_target_layers": "target.model=NAME",
@@ -206,8 +207,9 @@ def spec_from_json(
         depth, count = whole("target_num_hidden_layers"), told.get("num_target_layers", len(layer_ids))
         if count != len(layer_ids):
             raise UserError(f"{where}: num_target_layers is {count}, but target_layer_ids has {len(layer_ids)} layers")
+        assumed = configs.DraftConfig().block_size  # the flat form has no key for it
     else:
-        depth = whole("num_target_layers")
+        depth, assumed = whole("num_target_layers"), None
     width, heads, vocabulary = whole("hidden_size"), whole("num_attention_heads"), whole("vocab_size")
     if (target_width := whole("target_hidden_size", width)) != width:
         raise UserError(
@@ -224,7 +226,7 @@ def spec_from_json(
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     spec = DraftSpec(
-        block_size=whole("block_size", configs.DraftConfig().block_size, least=2),
+        block_size=whole("block_size", assumed, least=2),
         mask_token_id=mask,
         target_layer_ids=layers,
         target_num_hidden_layers=depth,
@@ -295,17 +297,20 @@ def save(
     _write_json(folder / PROVENANCE, {"target": target, **(origin or provenance())})
 
 
-def save_calibrated(folder: Path, source: Path, temperatures: Sequence[float]) -> None:
+def save_calibrated(folder: Path, source: Path, temperatures: Sequence[float], by: dict[str, Any]) -> None:
     """Copy a DSpark draft as it stands, with the temperatures of its confidence head in its config.
 
     Args:
         folder: made if needed.
         source: the draft's checkpoint folder.
+        by: how it was calibrated, for the `calibration` of its provenance.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for path in (*_weight_files(source), source / INDEX, source / RUN, source / PROVENANCE):
+    for path in (*_weight_files(source), source / INDEX, source / RUN):
         if path.is_file():
             shutil.copy2(path, folder)
+    trained = _read_json(source / PROVENANCE) if (source / PROVENANCE).is_file() else {}
+    _write_json(folder / PROVENANCE, {**trained, "calibration": by})
     _write_json(folder / CONFIG, {**_read_json(source / CONFIG), "confidence_temperatures": list(temperatures)})
 
 

@@ -110,9 +110,13 @@ def check_folder(folder: Path) -> None:
     Raises:
         UserError: it is a file, it has something in it, or the place is not writable.
     """
-    if folder.is_dir() and any(folder.iterdir()):
+    try:
+        used = folder.is_dir() and any(folder.iterdir())
+        place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    except OSError as error:  # a name too long, or a folder that can't be looked into
+        raise UserError(f"--out {folder}: expected a folder that can be made ({error.strerror})") from error
+    if used:
         raise UserError(f"--out {folder}: is there already; name another folder (a sweep goes on by --resume)")
-    place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise UserError(f"--out {folder}: expected a folder that can be made, but {place} is no writable folder")
 

@@ -145,6 +145,7 @@ def dry_run(question: Question, base: Run, say: Say) -> int:
     costs = {}
     for name, trial in trials.items():
         try:
+            train.check(trial.run, target)
             costs[name] = search.cost(trial.run, target, flops)
         except UserError as error:
             raise UserError(f"trial {name}: {error}") from error
@@ -439,6 +440,8 @@ class _Sweep:
             return []
         layers = {self.trials[name].arm: self.trials[name].run.draft.target_layer_ids for name in self._asking()}
         texts = [findings.proposal(arm, ids, found) for arm, ids in layers.items()]
+        if not self.records[search.PROBE].draft.is_dir():  # deleted after the sweep had ended
+            return texts
         gate, _ = checkpoint.load(self.records[search.PROBE].draft)
         shares, taken = gate.layer_mix()[0].tolist(), {layer for ids in layers.values() for layer in ids}
         report.write_gate(shares, gate.spec.target_layer_ids, taken, texts, self.folder)

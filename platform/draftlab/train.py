@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedConfig
 
 from draftlab import blocks, checkpoint, features, metrics
 from draftlab.config import Run, TrainConfig
@@ -77,7 +78,6 @@ def prepare(runs: dict[str, Run], say: Callable[..., None]) -> Prepared:
         UserError: naming the run that is wrong, before any long work.
     """
     first = next(iter(runs.values()))
-    device = find_device(first.target.device)
     shape = load_target_config(first.target)
     layers: set[int] = set()
     if first.features.layers is not None:
@@ -86,17 +86,7 @@ def prepare(runs: dict[str, Run], say: Callable[..., None]) -> Prepared:
         if (run.target, run.corpus, run.features) != (first.target, first.corpus, first.features):
             raise UserError(f"trial {name}: target, corpus and features must be the same for all trials")
         try:
-            if run.cluster.address == "local":  # elsewhere the workers may have a GPU that the driver lacks
-                _check_attention(run, device)
-            if run.draft.block_size > run.corpus.max_length:
-                raise UserError(
-                    f"draft.block_size: expected at most corpus.max_length={run.corpus.max_length}, "
-                    f"got {run.draft.block_size}"
-                )
-            if run.eval.schedule == "confidence" and not run.draft.confidence:
-                raise UserError("eval.schedule=confidence: needs draft.confidence=true, got false")
-            layers.update(adapt(shape, run.draft, mask_token_id=0).target_layer_ids)
-            check_vocabulary(run.loss, run.draft.vocab or shape.vocab_size)
+            layers.update(check(run, shape))
         except UserError as error:
             raise UserError(f"trial {name}: {error}") from error
     say(f"target {first.target.model}: loading", doing="loading the target")
@@ -136,6 +126,27 @@ def prepare(runs: dict[str, Run], say: Callable[..., None]) -> Prepared:
         vocabulary=frequent_tokens(corpus, max(run.draft.vocab or 0 for run in runs.values()), target.vocab_size),
         provenance=checkpoint.provenance(),
     )
+
+
+def check(run: Run, target: PreTrainedConfig) -> tuple[int, ...]:
+    """The layers that a run taps, when it is one that can be trained on this target.
+
+    Args:
+        target: text configuration of the target.
+
+    Raises:
+        UserError: it can't, by what is known without the target's weights.
+    """
+    if run.cluster.address == "local":  # elsewhere the workers may have a GPU that the driver lacks
+        _check_attention(run, find_device(run.target.device))
+    if run.draft.block_size > run.corpus.max_length:
+        raise UserError(
+            f"draft.block_size: expected at most corpus.max_length={run.corpus.max_length}, got {run.draft.block_size}"
+        )
+    if run.eval.schedule == "confidence" and not run.draft.confidence:
+        raise UserError("eval.schedule=confidence: needs draft.confidence=true, got false")
+    check_vocabulary(run.loss, run.draft.vocab or target.vocab_size)
+    return adapt(target, run.draft, mask_token_id=0).target_layer_ids
 
 
 def _check_attention(run: Run, device: torch.device) -> None:

@@ -139,12 +139,13 @@ def test_a_dspark_draft_is_written_in_its_authors_form_and_comes_back(tmp_path, 
 def test_a_calibrated_draft_is_a_copy_with_its_temperatures(tmp_path):
     draft = little_draft(variant="dspark", confidence=True)
     checkpoint.save(tmp_path / "plain", draft, RUN, TARGET)
-    checkpoint.save_calibrated(tmp_path / "new" / "one", tmp_path / "plain", [0.5, 2.0])
+    checkpoint.save_calibrated(tmp_path / "new" / "one", tmp_path / "plain", [0.5, 2.0], {"temperature": 0.7})
     (plain, before), (loaded, after) = (checkpoint.load(tmp_path / name) for name in ("plain", "new/one"))
     assert plain.spec.confidence_temperatures is None and loaded.spec.confidence_temperatures == (0.5, 2.0)
     assert loaded.spec == dataclasses.replace(plain.spec, confidence_temperatures=(0.5, 2.0))
     assert all(weight.equal(loaded.state_dict()[name]) for name, weight in plain.state_dict().items())
-    assert (after.run, after.provenance) == (before.run, before.provenance) and after.hash != before.hash
+    assert after.run == before.run and after.hash != before.hash
+    assert after.provenance == {**before.provenance, "calibration": {"temperature": 0.7}}
     data, other = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("plain", "new/one"))
     assert {**data, "confidence_temperatures": [0.5, 2.0]} == other
     checkpoint.save(tmp_path / "again", loaded, RUN, TARGET)
@@ -154,7 +155,7 @@ def test_a_calibrated_draft_is_a_copy_with_its_temperatures(tmp_path):
 def test_a_calibrated_draft_in_several_files_is_copied_whole(tmp_path):
     checkpoint.save(tmp_path / "plain", little_draft(variant="dspark", confidence=True), RUN, TARGET)
     cut(tmp_path / "plain")
-    checkpoint.save_calibrated(tmp_path / "new", tmp_path / "plain", [2.0])
+    checkpoint.save_calibrated(tmp_path / "new", tmp_path / "plain", [2.0], {})
     assert checkpoint.load(tmp_path / "new")[0].spec.confidence_temperatures == (2.0,)
 
 

@@ -161,10 +161,11 @@ def test_a_config_that_the_draft_was_trained_by_is_taken(saved, store, tmp_path)
 # ---- what a published config.json may lack
 
 
-@pytest.mark.parametrize("key, value", [("mask_token_id", 5), ("target_layer_ids", [0, 2])])
+@pytest.mark.parametrize("key, value", [("block_size", 6), ("mask_token_id", 5), ("target_layer_ids", [0, 2])])
 def test_what_a_published_config_lacks_is_named_with_the_option_that_supplies_it(saved, store, tmp_path, key, value):
     def lose(data):
         del data["dflash_config"][key]
+        data.pop(key, None)
 
     folder = publish(saved, tmp_path / "published", lose)
     message = refusal(str(folder), None, TINY, store, tmp_path)

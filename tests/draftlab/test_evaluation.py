@@ -589,6 +589,8 @@ def test_the_compare_script_sets_schedules_against_each_other(saved_sure, saved,
         script("compare")(["--ckpt", str(saved), *arguments, "--out", "other"])
     with pytest.raises(UserError, match="eval.schedule: input should be 'fixed' or 'confidence', got 'late'"):
         script("compare")(["--ckpt", str(saved_sure), "--schedules", "fixed,late"])
+    with pytest.raises(UserError, match="--schedules: expected each once, got fixed,fixed"):
+        script("compare")(["--ckpt", str(saved_sure), "--schedules", "fixed,fixed"])
 
 
 def test_the_calibrate_script_writes_a_draft_that_the_others_take(saved_sure, saved, outputs, monkeypatch, capsys):
@@ -599,6 +601,8 @@ def test_the_calibrate_script_writes_a_draft_that_the_others_take(saved_sure, sa
     assert re.search(r"temperature( +\d+\.\d{3}){4}\n", said) and re.search(r"raw_ece( +\d\.\d{3}){5}\n", said)
     made, _ = checkpoint.load(Path("sure2"))
     assert len(made.spec.confidence_temperatures) == 4
+    how = json.loads(Path("sure2/provenance.json").read_text())["calibration"]
+    assert how["protocol"].startswith("greedy") and how["prompts_hash"] and how["versions"]["torch"]
     arguments += ["eval.schedule=confidence", "--out", "out"]
     assert script("acceptance")(["--ckpt", "sure2", *arguments]) == 0
     (results,) = json.loads(Path("out/results.json").read_text()).values()
@@ -632,6 +636,20 @@ def test_the_surface_script_takes_a_draft_of_the_layout_next(saved_sure, outputs
     rows = [line.split(",") for line in Path("out/surface.csv").read_text().splitlines()]
     column = rows[0].index("drafted_tokens")
     assert [(row[1], row[column]) for row in rows[1:4]] == [("2", "2"), ("3", "3"), ("4", "4")]
+
+
+@pytest.mark.parametrize(
+    "wrong, complaint",
+    [
+        (["--samples", "1"], "--samples: expected 0, or 100 texts at least for a test to tell anything, got 1"),
+        (["--draws", "-5"], "--draws: expected 0, or 100 texts"),
+        (["eval.temperature=1"], "override 'eval.temperature=1': here it is 0 word for word"),
+        (["eval.batch_size=8"], "override 'eval.batch_size=8': here it is 1"),
+    ],
+)
+def test_the_losslessness_script_refuses_what_it_would_not_do(saved, wrong, complaint):
+    with pytest.raises(UserError, match=complaint):
+        script("losslessness")(["--ckpt", str(saved), *wrong])
 
 
 def test_the_losslessness_script_decodes_by_schedule(saved_sure, outputs, monkeypatch, capsys):

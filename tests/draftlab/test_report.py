@@ -278,3 +278,5 @@ def test_a_results_folder_that_is_in_use_or_cannot_be_made_is_refused(tmp_path):
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UserError, match="no writable folder"):
             report.check_folder(place)
+    with pytest.raises(UserError, match="expected a folder that can be made"):
+        report.check_folder(tmp_path / ("long" * 100))
