@@ -127,14 +127,18 @@ class Steps:
     Args:
         prepared: as `train.prepare` gave it.
         data: other batches than the prepared ones.
+        rank, world_size: this worker among all, as in `train.train`.
     """
 
-    def __init__(self, run: Run, prepared: train.Prepared, target: Target, data: object | None = None) -> None:
+    def __init__(
+        self, run: Run, prepared: train.Prepared, target: Target, data: object | None = None,
+        rank: int = 0, world_size: int = 1,
+    ) -> None:  # fmt: skip
         with ExitStack() as stack:
             stack.enter_context(patch.object(train, "load_target", lambda _: target))
             if data is not None:
                 stack.enter_context(patch.object(train._Loop, "_open", lambda *_: data))
-            self.loop = train._Loop(run, prepared, 0, 1, None, Path())
+            self.loop = train._Loop(run, prepared, rank, world_size, None, Path())
 
     def __call__(self) -> tuple[int, float]:
         """Supervised tokens and seconds of one step."""

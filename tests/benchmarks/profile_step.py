@@ -1,7 +1,7 @@
 """Where do a training step and a decoding round spend their time, and how do time and memory grow with the shape?
 
 A step and a round by part, and from there one thing at a time: context, block size, anchors, draft layers, the draft's
-vocabulary. Then the peak memory of a step by vocabulary and anchors, its logits in chunks (`loss.chunk_rows`) and all at
+vocabulary; and workers, which share the batch and the threads. Then the peak memory of a step by vocabulary and anchors, its logits in chunks (`loss.chunk_rows`) and all at
 once. Batches are random numbers of the shape; draft and texts are untrained, which changes no time of a call.
 
 Run:    python tests/benchmarks/profile_step.py
@@ -17,8 +17,10 @@ import contextlib
 import copy
 import ctypes
 import gc
+import json
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -31,6 +33,7 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from measuring import Parts, Steps, parser, start
+from torch import distributed
 
 from draftlab import blocks, decode, draft, report, train
 from draftlab.config import Run
@@ -57,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = load_target(run.target)
     sizes = grid(run, target.vocab_size, args.quick)
     training, decoding, memory = steps(run, target, sizes), rounds(run, target, sizes), peaks(run, target, sizes)
+    if args.device == "cpu":  # a GPU is one worker's
+        training = pd.concat([training, by_workers(run, 1 if args.quick else STEPS)], ignore_index=True)
     for title, frame in (("A training step, ms", training), ("A decoding round, ms", decoding), ("Peak memory", memory)):
         print(f"\n{title}\n{frame.to_string(index=False, float_format='%.1f', na_rep='')}")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -113,28 +118,56 @@ class Random:
         return self.made
 
 
-def loop(run: Run, target: Target) -> Steps:
-    """Training on random batches, after a step that warmed up."""
+def loop(run: Run, target: Target, rank: int = 0, world_size: int = 1) -> Steps:
+    """Training on random batches, after a step that warmed up; rank and world_size as in `train.train`."""
     prepared = train.Prepared(
         target={}, corpus={}, train_rows=tuple(range(64)), heldout_rows=(), store=None,
         vocabulary=tuple(range(run.draft.vocab or 0)), provenance={},
     )  # fmt: skip
-    step = Steps(run, prepared, target, Random(target, run))
+    share = run.replace({"train.batch_size": run.train.batch_size // world_size})
+    step = Steps(run, prepared, target, Random(target, share), rank, world_size)
     step()
     return step
 
 
+def measured(step: Steps, count: int) -> dict[str, float]:
+    """Milliseconds of a training step by part."""
+    found = []
+    for _ in range(count):
+        with training_parts(step) as parts:
+            step()
+        found.append({**parts.seconds, "rest": parts.rest})
+    return in_ms(found)
+
+
 def steps(run: Run, target: Target, sizes: dict[str, list[int]]) -> pd.DataFrame:
     """Milliseconds of a training step by part, a row a shape."""
+    return pd.DataFrame([point | measured(loop(shaped, target), STEPS) for point, shaped in points(run, sizes)])
+
+
+def by_workers(run: Run, count: int) -> pd.DataFrame:
+    """The same step by 1, 2 and 4 workers, processes of this machine that share its threads; as the first sees it."""
     rows = []
-    for point, shaped in points(run, sizes):
-        step, found = loop(shaped, target), []
-        for _ in range(STEPS):
-            with training_parts(step) as parts:
-                step()
-            found.append({**parts.seconds, "rest": parts.rest})
-        rows.append(point | in_ms(found))
+    for workers in (1, 2, 4):
+        if run.train.batch_size % workers == 0 and workers <= torch.get_num_threads():
+            with tempfile.TemporaryDirectory() as folder:
+                threads = torch.get_num_threads() // workers
+                torch.multiprocessing.spawn(worker, (workers, threads, run, count, Path(folder)), nprocs=workers)
+                row = json.loads((Path(folder) / "row.json").read_text())
+            rows.append({"varied": "train.workers", "value": workers} | row)
     return pd.DataFrame(rows)
+
+
+def worker(rank: int, world_size: int, threads: int, run: Run, count: int, folder: Path) -> None:
+    """One process; the first writes what it measured into row.json."""
+    torch.set_num_threads(threads)
+    distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=world_size)
+    try:
+        row = measured(loop(run, load_target(run.target), rank, world_size), count)
+    finally:
+        distributed.destroy_process_group()
+    if rank == 0:
+        (folder / "row.json").write_text(json.dumps(row))
 
 
 def training_parts(step: Steps) -> Parts:
@@ -261,8 +294,8 @@ def in_ms(found: list[dict[str, float]]) -> dict[str, float]:
 
 def figure(training: pd.DataFrame, decoding: pd.DataFrame, memory: pd.DataFrame) -> Figure:
     """A row each for the step and the round: by part, then growth; memory in the place that is left."""
-    drawn = Figure(figsize=(16, 6.4))
-    axes = drawn.subplots(2, 6)
+    drawn = Figure(figsize=(18, 6.4))
+    axes = drawn.subplots(2, 7)
     for row, (frame, title) in zip(axes, ((training, "training step"), (decoding, "decoding round"))):
         parts = [name for name in frame.columns if name not in ("varied", "value", "all")]
         row[0].barh(parts[::-1], frame.loc[0, parts[::-1]].astype(float), color=report.INK)
@@ -273,6 +306,8 @@ def figure(training: pd.DataFrame, decoding: pd.DataFrame, memory: pd.DataFrame)
             axis.set_ylim(0, 1.1 * some["all"].max())
             axis.set_xlabel("context" if key == "corpus.max_length" else key)
             axis.set_ylabel(f"ms a {title.split()[1]}")
+    for axis in axes[:, 1:].flat:
+        axis.set_visible(axis.has_data() or axis is axes[1, -1])
     names = ("chunked MB", report.INK), ("at once MB", report.BAD)
     for name, color in names:
         axes[1, -1].plot(memory["vocabulary"] * memory["anchors"], memory[name], "o", color=color, label=name[:-3])
