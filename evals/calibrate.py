@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", default="heldout:100", help="as in evals/acceptance.py, by comma")
     parser.add_argument("--out", required=True, type=Path, help="the calibrated checkpoint's folder")
     args = parser.parse_args(argv)
+    cli.check_own_sizes(args.overrides)
     base = config.load(args.config or config.DEFAULT_CONFIG, args.overrides)
 
     with cli.Progress("loading the draft and its target") as say, tempfile.TemporaryDirectory() as fetched:

@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--schedules", type=cli.several, help="decode with each of these: fixed,confidence")
     args = parser.parse_args(argv)
     cli.check_taken(args.overrides, {"eval.schedule": "--schedules"} if args.schedules else {})
+    cli.check_own_sizes(args.overrides)
     if len(set(args.schedules or ())) < len(args.schedules or ()):
         raise UserError(f"--schedules: expected each once, got {','.join(map(str, args.schedules))}")
     if len(args.ckpt) * len(args.schedules or [None]) < 2:

@@ -34,6 +34,9 @@ UNUSED = {
     "eval.temperature": "here it is 0 word for word, and 1 in the distributions",
     "eval.batch_size": "here it is 1, as `generate` has it beside",
     "eval.mode": "both are tested",
+    "eval.top_k": "the distributions are whole",
+    "eval.top_p": "the distributions are whole",
+    "eval.block_sizes": "it is the draft's own",
 }
 """Settings that this script has settled."""
 

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run, target = field.run, field.target
         prompts = load_prompts(args.prompts, run, target, say)
         (draft,) = field.drafts.values()
-        longest = max(args.contexts) + max(args.block_sizes) + surface.ROUNDS
+        longest = max(args.contexts) + surface.most_tokens(max(args.block_sizes))
         if longest > (room := min(target.max_positions, draft.spec.max_position_embeddings)):
             most = room - longest + max(args.contexts)
             raise UserError(f"--contexts: expected at most {most}, for the models' positions; got {max(args.contexts)}")

@@ -36,7 +36,9 @@ def choice(text: str) -> cli.Variation:
     if words and all(word.isdecimal() for word in words):
         settings = {"draft.target_layer_ids": [int(word) for word in words]}
     elif len(words) == 2 and words[1].isdecimal():
-        settings = {"draft.layer_choice": words[0], "draft.num_target_layers": int(words[1])}
+        settings = {
+            "draft.layer_choice": words[0], "draft.num_target_layers": int(words[1]), "draft.target_layer_ids": None
+        }  # fmt: skip
     else:
         raise argparse.ArgumentTypeError(f"expected `gate 5`, `uniform 5` or layers like `1,8,14`, got {text!r}")
     return "_".join(words), settings

@@ -225,6 +225,7 @@ def test_a_joint_search_stops_the_weak_early_and_goes_on_where_it_was(tmp_path, 
     page = (out / "report.md").read_text()
     assert page.startswith(f"# sweep_joint {out.name}") and "**Which block size, decay," in page
     assert "By acceptance length, " in page and "By acceptance length, " in capsys.readouterr().out
+    assert ("Not measured: " in page) == bool(len(stopped)) and all(arm in page for arm in stopped["arm"])
 
     # A trial whose records are lost is decoded again, the rest is kept.
     best = finished.iloc[0]["trial"]
@@ -249,6 +250,7 @@ def test_trials_that_fail_say_why_and_the_others_finish(tmp_path, tracked):
     assert set(lost.index) == {"gate", "diverges", "greedy", "gated"} and frame.loc["fine", "status"] == "FINISHED"
     assert "FloatingPointError" in lost["diverges"] and "memory" in lost["greedy"].lower()
     assert "FloatingPointError" in lost["gate"] and lost["gated"] == "gate proposed no layers"
+    assert "Not measured: diverges, greedy, gated." in (tmp_path / "out" / "report.md").read_text()
     runs = runs_of(client)
     assert runs["failures out"].info.status == "FAILED" and "gated" not in runs  # it never began
     for row in frame.drop("gated").itertuples():
@@ -367,6 +369,10 @@ def steps_of(out, name="draft"):
         (["--samples", "4"], "search.samples: a grid has all combinations"),
         (["--search", "optuna", "--samples", "4"], "expected search.samples of 1 to 3"),
         (["--seeds", "0,0"], "trial block_size_4-seed_0 would be tried twice"),
+        (["eval.thinking=true"], "eval.thinking=True: the chat template of tiny has no thinking mode"),
+        (["eval.max_new_tokens=4000"], "held-out prompt 0: prompt of"),
+        (["eval.temperature=1e-9"], "expected temperature 0 or >="),
+        (["--decode-sizes", "4,4000"], "eval.block_sizes: the draft has 2048 positions, got 4000"),
     ],
 )
 def test_a_bad_input_is_one_line_and_exit_code_2_before_anything_is_written(

@@ -8,6 +8,7 @@ import copy
 import errno
 import functools
 import itertools
+import shutil
 import signal
 import sys
 import threading
@@ -182,6 +183,16 @@ def check_taken(overrides: Sequence[str], taken: Mapping[str, str]) -> None:
             raise UserError(f"override {override!r}: {option} is what sets that here; expected it alone")
 
 
+def check_own_sizes(overrides: Sequence[str]) -> None:
+    """Refuse eval.block_sizes where every draft is decoded with its own.
+
+    Raises:
+        UserError: it is among the overrides.
+    """
+    if any(override.startswith("eval.block_sizes=") for override in overrides):
+        raise UserError("eval.block_sizes: here each draft is decoded with its own; evals/acceptance.py takes others")
+
+
 def integers(text: str) -> list[int]:
     """Whole numbers by comma, e.g. `4,8,16`."""
     try:
@@ -226,6 +237,10 @@ def main(body: Callable[[Sequence[str] | None], int | None]) -> None:
             code = body(None)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except shutil.Error as error:  # of a folder that was copied: its first file that was not
+        *_, reason = error.args[0][0]
+        print(f"error: {reason}", file=sys.stderr)
         code = 2
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):

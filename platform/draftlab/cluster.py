@@ -192,7 +192,7 @@ def run_trials(
     search = widest.search
     listener = _Listener(watch, folder)
     with _ray(widest.cluster) as nodes:
-        shares = share(widest, len(runs), nodes)
+        shares = share(widest, len(runs) + len(history), nodes)  # a resumed trial has no more than it had
         tune_state = folder / "ray" / "tune"
         shutil.rmtree(tune_state, ignore_errors=True)  # of an interrupted sweep; Train's state is what continues
         launch = functools.partial(_launch, runs=dict(runs), prepared=prepared, folder=folder, shares=shares)
@@ -363,9 +363,11 @@ def _launch(config: dict[str, Any], *, runs: dict[str, Run], prepared: Prepared,
             trainer.fit()
             return
         except ray.train.TrainingFailedError as error:
-            if failure.exists():
+            dead = _dead(error)
+            if failure.exists() and not dead:
                 raise RuntimeError(_last_line(failure.read_text())) from None
-            reason = _death(error)
+            failure.unlink(missing_ok=True)  # of those who lost the dead one
+            reason = f"worker {dead} died: killed, out of memory, or crashed" if dead else _last_line(str(error))
             if not restarts_left:
                 failure.write_text(f"{error}\n{reason}\n")
                 raise RuntimeError(reason) from None
@@ -443,8 +445,7 @@ class _Listener(TrialProgressCallback):
         self.running.remove(_trial_name(trial))
         last = trial.last_result or {}
         early = last.get("metrics", {}).get("progress", 1) < 1
-        if early:
-            self._leave(last)
+        self._leave(last)  # ASHA may stop a trial at its very end, too
         self.watch.ended(_trial_name(trial), None, BEHIND if early else None)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
@@ -546,12 +547,11 @@ def _asha(search: SearchConfig, history: Mapping[str, Sequence[Mapping[str, floa
     return asha
 
 
-def _death(error: ray.train.TrainingFailedError) -> str:
-    """Why a run ended although no worker raised."""
-    if not isinstance(error, ray.train.WorkerGroupError):
-        return _last_line(str(error))
-    ranks = ", ".join(str(rank) for rank in sorted(error.worker_failures))
-    return f"worker {ranks} died: killed, out of memory, or crashed"
+def _dead(error: ray.train.TrainingFailedError) -> str:
+    """The ranks of the workers whose process is gone, by comma."""
+    failures = error.worker_failures if isinstance(error, ray.train.WorkerGroupError) else {}
+    # Ray's wrapper of what its look at a worker met; one that raised has answered instead.
+    return ", ".join(str(rank) for rank in sorted(failures) if hasattr(failures[rank], "health_check_failure"))
 
 
 def _last_line(text: str) -> str:

@@ -68,8 +68,8 @@ class Sampling:
 class Round:
     """One draft and one verification, as one row saw it.
 
-    `drafted` counts the drafted tokens at stake: B-1, fewer where the limit or an accepted EOS comes first, or where a
-    schedule had fewer verified. Seconds are the row's share, the call's seconds / `rows`, so that sums over prompts are
+    `drafted` counts the drafted tokens at stake: B-1, fewer where the limit or an EOS comes first, or where a schedule
+    had fewer verified. Seconds are the row's share, the call's seconds / `rows`, so that sums over prompts are
     time on the clock.
     """
 
@@ -289,7 +289,7 @@ def decode_speculative(
         seconds = [part / len(sharing) for part in (draft_seconds, verify_seconds, lap())]
         for row, (kept, *_), tokens, own, sure in zip(sharing, found, new, stake, confidence.tolist()):
             kept = min(kept, len(tokens))
-            drafted = own if len(tokens) > kept else kept
+            drafted = min(own, len(tokens)) if tokens[-1] in eos else own
             row.trace.rounds.append(Round(drafted, kept, len(tokens), *seconds, len(sharing), tuple(sure[:drafted])))
             row.trace.seconds += sum(seconds)
     return traces
@@ -385,14 +385,15 @@ def _guess(
 ) -> tuple[Tensor, Tensor | None]:
     """The draft's tokens (N, n) from its hidden states (N, n, D), and, where sampled, its distributions (N, n, V)."""
     shape = hidden.shape[:2]
+    products = head.products(hidden.flatten(0, 1).contiguous())  # of all slots at once; weights are read once
     if draft.spec.markov_head is None or not shape[1]:
-        logits = head.logits(hidden.flatten(0, 1).contiguous())
-        guesses, p = _pick(head, logits, sampling, draws[:, : shape[1]].flatten(), vocab_size)
+        guesses, p = _pick(head, head.cap(products), sampling, draws[:, : shape[1]].flatten(), vocab_size)
         return guesses.unflatten(0, shape), None if p is None else p.unflatten(0, shape)
-    found, token, state = [], anchors, None
-    for k in range(shape[1]):
-        latent, state = draft.markov_head.step(hidden[:, k], token, state)
-        found.append(_pick(head, draft.logits(head, hidden[:, k], latent), sampling, draws[:, k], vocab_size))
+    found, token, state, markov = [], anchors, None, draft.markov_head
+    for k, slot in enumerate(products.unflatten(0, shape).unbind(1)):
+        latent, state = markov.step(hidden[:, k], token, state)
+        logits = head.cap(slot + markov.correction(latent, slot.dtype))
+        found.append(_pick(head, logits, sampling, draws[:, k], vocab_size))
         token = found[-1][0]
     guesses, p = zip(*found)
     return torch.stack(guesses, dim=1), None if p[0] is None else torch.stack(p, dim=1)

@@ -318,6 +318,10 @@ class MarkovHead(nn.Module):
         gate = gate.sigmoid()
         return output.tanh(), gate * state + (1 - gate) * candidate.tanh()
 
+    def correction(self, latent: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is added to the head's products, in their dtype: (R, r) -> (R, V')."""
+        return latent.to(dtype) @ self.markov_w2.weight.to(dtype).T
+
     def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Whole blocks: (..., B, D) and (..., B) -> (..., B, r)."""
         latents, state = [], None
@@ -404,10 +408,8 @@ class Draft(nn.Module):
 
     def logits(self, head: Head, hidden: Tensor, latent: Tensor | None = None) -> Tensor:
         """(R, V') of rows of final-normed states (R, D), corrected by a Markov head's latents (R, r) where given."""
-        if latent is None:
-            return head.logits(hidden.contiguous())
-        weight = self.markov_head.markov_w2.weight.to(head.weight.dtype)
-        return head.logits(hidden.contiguous(), latent.to(weight.dtype) @ weight.T)
+        products = head.products(hidden.contiguous())
+        return head.cap(products if latent is None else products + self.markov_head.correction(latent, products.dtype))
 
     def layer_mix(self) -> Tensor | None:
         """(L, T), or (1, T) of a gate: the share of each tapped layer in what a layer reads; None where fc mixes."""

@@ -329,9 +329,33 @@ def _entrants(
     return entrants
 
 
+def check(target: Target, prompts: Sequence[Prompt], config: EvalConfig) -> None:
+    """Refuse what the target can't decode, whatever the draft.
+
+    Raises:
+        UserError: a prompt longer than its positions, a chat template without the thinking mode or the system turn that
+            is asked for, a temperature that can't be sampled at.
+    """
+    sampling_of(config, 0)
+    if config.thinking is not None and "enable_thinking" not in str(target.tokenizer.chat_template):
+        raise UserError(f"eval.thinking={config.thinking}: the chat template of {target.name} has no thinking mode")
+    for prompt in prompts:
+        try:
+            check_prompt(target, _ids(target, prompt, (), config), config.max_new_tokens)
+        except UserError as error:
+            raise UserError(f"{prompt.where}: {error}") from error
+
+
+def _ids(target: Target, prompt: Prompt, answers: Sequence[str], config: EvalConfig) -> list[int]:
+    """The tokens of a prompt's next turn after the answers to those before it."""
+    template = {} if config.thinking is None else {"enable_thinking": config.thinking}
+    return target.chat(prompt.messages(answers, config.system), **template)
+
+
 def _check(target: Target, entrants: Collection[_Entrant], prompts: Sequence[Prompt], config: EvalConfig) -> None:
     if not entrants or not prompts:
         raise UserError(f"expected at least one draft and one prompt, got {len(entrants)} and {len(prompts)}")
+    check(target, prompts, config)
     for entrant in entrants:
         if entrant.schedule == "confidence":
             check_confidence(entrant.draft, entrant.name)
@@ -342,20 +366,17 @@ def _check(target: Target, entrants: Collection[_Entrant], prompts: Sequence[Pro
         for tensor, values in model.state_dict().items():
             if not torch.isfinite(values).all():
                 raise UserError(f"{name}: {tensor} holds NaN or infinite weights")
-    if config.thinking is not None and "enable_thinking" not in str(target.tokenizer.chat_template):
-        raise UserError(f"eval.thinking={config.thinking}: the chat template of {target.name} has no thinking mode")
 
 
 def _cases(
     target: Target, entrants: Collection[_Entrant], prompts: Sequence[Prompt], config: EvalConfig, say: Say
 ) -> list[Case]:
     """Every turn of every prompt, each after the target's own greedy answers to the turns before it."""
-    template = {} if config.thinking is None else {"enable_thinking": config.thinking}
     answers: list[list[str]] = [[] for _ in prompts]
 
     def ask(index: int, reason: str | None = None) -> Case:
         prompt, turn = prompts[index], len(answers[index])
-        ids = [] if reason else target.chat(prompt.messages(answers[index], config.system), **template)
+        ids = [] if reason else _ids(target, prompt, answers[index], config)
         return Case(index, turn + 1, prompt.domain, prompt.where, ids, reason)
 
     cases = latest = [ask(index) for index in range(len(prompts))]

@@ -33,6 +33,9 @@ class Verdict:
     """better, worse, no difference (the interval holds 0), unknown; `baseline` is the baseline itself."""
 
 
+ONE_SEED = "With one seed the noise is that of the prompts alone; another training of the same may differ by more."
+
+
 def verdicts(
     arms: Mapping[str, Mapping[int, Sequence[Pair]]], measure: str, baseline: str | None, resamples: int, seed: int
 ) -> list[Verdict]:
@@ -44,6 +47,8 @@ def verdicts(
         baseline: an arm; None, or one that has no result, is the best.
     """
     items_of, statistic = evaluation.MEASURES[measure]
+    decoded = {arm: {one: pairs for one, pairs in seeds.items() if pairs} for arm, seeds in arms.items()}
+    arms = {arm: seeds for arm, seeds in decoded.items() if seeds}
 
     def items(arm: str, seeds: Sequence[int], cases: Sequence[tuple[int, int]]) -> np.ndarray:
         """(seeds, prompts, n)"""
@@ -62,9 +67,11 @@ def verdicts(
 
     own = {arm: items(arm, *shared(arm)) for arm in arms}
     own = {arm: values for arm, values in own.items() if values.shape[1]}
-    order = sorted(own, key=lambda arm: -pooled(own[arm]))
-    if not order:
+    if not own:
         return []
+    seeds, cases = shared(*own)  # what all have, where there is such: equal for all
+    ranked = {arm: items(arm, seeds, cases) for arm in own} if cases else own
+    order = sorted(own, key=lambda arm: -pooled(ranked[arm]))
     reference = baseline if baseline in own else order[0]
     found = []
     for arm in order:
@@ -101,13 +108,16 @@ def answer(found: Sequence[Verdict], measure: str) -> str:
     best, baseline = found[0], next(one for one in found if one.verdict == "baseline")
     text = f"By {words}, {best.arm} is first with {best.value:.2f} [{best.low:.2f}, {best.high:.2f}]"
     if best is baseline:
-        equal = [one.arm for one in found if one.verdict in ("no difference", "unknown")]
+        equal = [one.arm for one in found if one.verdict not in ("worse", "baseline")]
         if len(found) == 1:
             return f"{text}; it is the only one that was measured."
         if equal:
-            return f"{text}, but it is not told apart from {', '.join(equal)}."
-        return f"{text}, and every other is worse beyond the noise."
-    return f"{text}; against the baseline {baseline.arm} that is {change(best)}: {best.verdict}."
+            text = f"{text}, but it is not told apart from {', '.join(equal)}."
+        else:
+            text = f"{text}, and every other that was measured is worse beyond the noise."
+    else:
+        text = f"{text}; against the baseline {baseline.arm} that is {change(best)}: {best.verdict}."
+    return text if min(one.seeds for one in found) > 1 else f"{text} {ONE_SEED}"
 
 
 def proposal(arm: str, layers: Sequence[int], found: Sequence[Verdict]) -> str:
@@ -147,7 +157,8 @@ def page(title: str, question: str, sentence: str, found: Sequence[Verdict], tab
             f"[{one.difference_low:+.3f}, {one.difference_high:+.3f}] | {one.verdict} |"
             for one in found
         ]
-        lines += ["", "Intervals are 95%, by bootstrap over prompts and seeds, differences paired.", ""]
+        over = "prompts and seeds" if max(one.seeds for one in found) > 1 else "prompts"
+        lines += ["", f"Intervals are 95%, by bootstrap over {over}, differences paired.", ""]
     return "\n".join([*lines, "```", table, "```", "", *(f"![{name}]({name})" for name in figures), ""])
 
 

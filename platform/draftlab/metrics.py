@@ -370,7 +370,7 @@ def two_samples(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def _upper_tail(statistic: float, freedom: int) -> float:
-    """P(chi-square >= statistic), by Wilson and Hilferty's cube root: within a few percent down to 1e-4."""
+    """P(chi-square >= statistic), by Wilson and Hilferty's cube root: within 3% at .01, 17% at .001."""
     if not freedom:
         return float("nan")
     spread = 2 / (9 * freedom)

@@ -91,6 +91,11 @@ class Prompt:
         return self.messages()[:-1] + [{"role": "user", "content": turn} for turn in self.turns]
 
 
+def heldout(corpus: Corpus, count: int) -> list[Prompt]:
+    """Prompts of conversations that no draft is trained on, the same ones first whatever the count."""
+    return [from_messages(said, "heldout", f"held-out prompt {i}") for i, said in enumerate(corpus.prompts(count))]
+
+
 def load_prompts(spec: str, run: Run, target: Target, say: Say) -> list[Prompt]:
     """The prompts of an evaluation.
 
@@ -108,8 +113,7 @@ def load_prompts(spec: str, run: Run, target: Target, say: Say) -> list[Prompt]:
         if not (source and number.isdigit()):
             source, number = part.strip(), str(run.eval.prompts)
         if source == "heldout":
-            conversations = load_corpus(run.corpus, target, run.seed, say).prompts(int(number))
-            some = [from_messages(said, "heldout", f"held-out prompt {i}") for i, said in enumerate(conversations)]
+            some = heldout(load_corpus(run.corpus, target, run.seed, say), int(number))
         elif source in NAMES or _is_file(source):
             every = list(_prompts(source))
             count = min(int(number), len(every))

@@ -137,16 +137,18 @@ class Record:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 
     def reports(self) -> list[dict[str, float]]:
-        """What it reported, in order; of a step that was done again, the last."""
+        """What it reported, in order; where it went on from an earlier step, what followed that step was lost."""
         path = self.folder / "reports.jsonl"
         if not path.is_file():
             return []
-        by_step: dict[int, dict[str, float]] = {}
+        reports: list[dict[str, float]] = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):  # the driver was killed while it wrote
-                reported = json.loads(line)
-                by_step[reported["step"]] = reported
-        return [by_step[step] for step in sorted(by_step)]
+                step = (reported := json.loads(line))["step"]
+                while reports and reports[-1]["step"] >= step:
+                    reports.pop()
+                reports.append(reported)
+        return reports
 
     def results(self) -> Evaluation | None:
         """What decoding said, once that is done, without traces: evaluation/results.json."""

@@ -7,6 +7,7 @@ that change together. Trials that differ in nothing but their seed are of one ar
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -84,6 +85,9 @@ def trials(
             raise UserError(f"trial {name} would be tried twice")
         try:
             run = base.replace(changes)
+            choices = [key for key in ("draft.layer_choice", "draft.num_target_layers") if key in changes]
+            if choices and (ids := run.draft.target_layer_ids) is not None:
+                raise UserError(f"draft.target_layer_ids={ids} is set, beside which {choices[0]} would change nothing")
             if probe and run.draft.layer_choice == "gate":
                 run = _tapping(run, proposed or probe["draft.target_layer_ids"])
             found[name] = Trial(name, arm, point, values, run)
@@ -121,11 +125,30 @@ def _check(base: Run, combinations: int) -> None:
             f"search.method={search.method}: expected search.samples of 1 to {combinations}, the number of "
             f"combinations, got {search.samples}"
         )
+    if search.method != "grid" and combinations == 1:
+        raise UserError(f"search.method={search.method}: expected several values to choose from, got one")
     if search.method == "optuna" and len(search.seeds or ()) > 1:
         raise UserError("search.seeds: optuna searches with one seed; compare what it finds in a grid with several")
+    if search.scheduler == "asha":
+        _check_asha(base)
     if (search.budget == "time") != (base.train.seconds is not None):
         raise UserError(
             f"search.budget=time and train.seconds go together, got {search.budget} and {base.train.seconds}"
+        )
+
+
+def _check_asha(base: Run) -> None:
+    if len(base.search.seeds or ()) > 1:
+        raise UserError(
+            "search.seeds: asha takes one seed, for it would stop a choice's weaker seeds and leave the better ones "
+            "to speak for it; compare what it finds without it, with several"
+        )
+    config, grace = base.train, base.search.grace
+    first = math.ceil(grace * config.steps / config.eval_every) * config.eval_every
+    if config.seconds is None and first >= config.steps:
+        raise UserError(
+            f"search.scheduler=asha: expected an evaluation after search.grace={grace} of the training and before its "
+            f"end, got train.eval_every={config.eval_every} and train.steps={config.steps}"
         )
 
 
@@ -162,12 +185,13 @@ EFFICIENCY = 0.75
 """Share of a step that is matrix products at full speed (experiments/LOG.md)."""
 
 
-def cost(run: Run, target_config: Any, flops: float) -> Cost:
+def cost(run: Run, target_config: Any, flops: float, device: torch.device) -> Cost:
     """What a trial takes.
 
     Args:
         target_config: the target's configuration of transformers.
         flops: of one worker, per second, as `matrix_speed` measures them.
+        device: where it trains.
     """
     spec, config = adapt(target_config, run.draft, mask_token_id=0), run.train
     with torch.device("meta"):
@@ -185,13 +209,14 @@ def cost(run: Run, target_config: Any, flops: float) -> Cost:
         + (spec.draft_vocab_size or spec.vocab_size) * spec.hidden_size * blocks * spec.drafted_tokens
         + 2 * slots * run.corpus.max_length * width * spec.num_hidden_layers
     )
-    activations = (
-        10 * spec.hidden_size + 4 * spec.intermediate_size + spec.num_attention_heads * run.corpus.max_length
-    ) * spec.num_hidden_layers * slots / config.accumulation  # fmt: skip
+    flex = run.draft.attention == "flex" or run.draft.attention == "auto" and device.type == "cuda"
+    scores = 0 if flex else spec.num_attention_heads * run.corpus.max_length
+    per_slot = (10 * spec.hidden_size + 4 * spec.intermediate_size + scores) * spec.num_hidden_layers
+    activations = (2 if flex and config.dtype == "bfloat16" else 4) * per_slot * slots / config.accumulation
     target_bytes = sum(p.numel() for p in target.parameters()) * (2 if run.target.dtype == "bfloat16" else 4)
     return Cost(
         seconds=START_SECONDS + (config.seconds or config.steps * 6 * products / flops / EFFICIENCY),
-        memory=WORKER_BYTES + target_bytes + 16 * weights + 4 * activations,
+        memory=WORKER_BYTES + target_bytes + 16 * weights + activations,
         # The best and the last with their optimizer state; the best draft again here and in MLflow.
         disk=(2 * 12 + 2 * 4) * weights,
     )

@@ -14,14 +14,20 @@ from typing import Any
 
 import numpy as np
 
+from draftlab import metrics
 from draftlab.decode import Sampling, Trace, decode_speculative, decode_target
 from draftlab.draft import Draft
 from draftlab.schedule import Schedule
 from draftlab.target import Target
 
 ROUNDS = 16
-"""Rounds behind each cell of the surface; the first are warm-up."""
+"""Rounds behind each of a cell's two timings; the first are warm-up."""
 WARM_UP_ROUNDS = 2
+
+
+def most_tokens(block_size: int) -> int:
+    """New tokens that the timing of a block size may take."""
+    return block_size + ROUNDS * (block_size + 1)
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,9 @@ def measure(
 ) -> Surface:
     """Time the calls of a few rounds in every cell, as decoding makes them, there and back so that drift evens out.
 
+    A pass before warms up, and tells how many tokens the draft's rounds commit: a good draft is given longer texts, so
+    that its rounds are as many, and whole.
+
     Args:
         texts: token ids, repeated or cut to the context's length.
         contexts: lengths at which the target alone is timed; rounds are timed at the middle one.
@@ -86,22 +95,25 @@ def measure(
     alone: dict[tuple[int, int], list[float]] = {}
     for batch in batches:
         there = [*(("alone", context) for context in contexts), *(("rounds", size) for size in block_sizes)]
-        for kind, value in there + there[::-1]:
+        pace: dict[int, float] = {}
+        for kind, value in there + there + there[::-1]:
             if kind == "alone":
                 traces = decode_target(target, _prompts(texts, batch, value), ROUNDS, sampling)
                 steps = max(len(trace.tokens) for trace in traces) - 1
-                alone.setdefault((batch, value), []).append(sum(trace.seconds for trace in traces) / max(steps, 1))
+                spent = sum(trace.seconds for trace in traces) / max(steps, 1)
+                alone.setdefault((batch, value), []).append(spent)
             else:
-                prompts = _prompts(texts, batch, middle)
-                traces = decode_speculative(target, draft, prompts, value + ROUNDS, value, sampling)
-                rounds.setdefault((value, batch), []).extend(
-                    _whole_rounds(traces, value - draft.spec.first_slot, batch)
-                )
+                limit = value + round(ROUNDS * pace.get(value, 1.0))
+                traces = decode_speculative(target, draft, _prompts(texts, batch, middle), limit, value, sampling)
+                if value in pace:
+                    found = _whole_rounds(traces, value - draft.spec.first_slot, batch)
+                    rounds.setdefault((value, batch), []).extend(found)
+                pace.setdefault(value, metrics.acceptance_length(traces))
         say(f"timed batch {batch} at block sizes {', '.join(map(str, block_sizes))}", doing="timing calls")
     return Surface(
         middle,
         {cell: tuple(np.mean(seconds, axis=0).tolist()) for cell, seconds in rounds.items()},
-        {cell: float(np.mean(seconds)) for cell, seconds in alone.items()},
+        {cell: float(np.mean(seconds[1:])) for cell, seconds in alone.items()},
         draft.spec.first_slot,
     )
 
@@ -123,7 +135,7 @@ def schedule(
         batch: most rows of a call; timed are this and 1.
         sampling: how tokens will be chosen.
     """
-    room = min(target.max_positions, draft.spec.max_position_embeddings) - block_size - ROUNDS
+    room = min(target.max_positions, draft.spec.max_position_embeddings) - most_tokens(block_size)
     context = max(1, min(sorted(map(len, texts))[len(texts) // 2], room))
     sizes, batches = sorted({2, (2 + block_size) // 2, block_size}), sorted({1, batch})
     found = measure(target, draft, texts, sizes, batches, [context], say, sampling)

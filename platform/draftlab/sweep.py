@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import time
@@ -17,8 +18,9 @@ import torch
 
 from draftlab import checkpoint, cluster, corpus, evaluation, findings, report, search, train
 from draftlab.config import Run
+from draftlab.corpus import Corpus
 from draftlab.errors import UserError
-from draftlab.prompts import load_prompts
+from draftlab.prompts import heldout, load_prompts
 from draftlab.records import (
     FAILED,
     FINISHED,
@@ -33,7 +35,7 @@ from draftlab.records import (
     save_plan,
 )
 from draftlab.search import Trial, Vary
-from draftlab.target import expand, load_target, load_target_config
+from draftlab.target import Target, expand, load_target, load_target_config
 from draftlab.tracking import Store
 
 OUTPUTS = Path("outputs")
@@ -83,7 +85,7 @@ def start(question: Question, base: Run, out: Path | None, say: Say) -> int:
     folder = expand(str(out or OUTPUTS / question.experiment / name)).resolve()
     report.check_folder(folder)
     store = _store(base, None, say)
-    prepared = train.prepare({name: trial.run for name, trial in trials.items()}, say)
+    prepared = _prepare(base, trials, say)
     _make(folder)
     with alone(folder):
         key = uuid.uuid4().hex[:12]
@@ -121,7 +123,7 @@ def resume(folder: Path, say: Say) -> int:
     trials = _trials(plan.base, plan.vary, plan.probe, plan.proposed)
     with alone(folder):
         store = _store(plan.base, plan.tracking_uri, say)
-        prepared = train.prepare({name: trial.run for name, trial in trials.items()}, say)
+        prepared = _prepare(plan.base, trials, say)
         if _fingerprints(prepared) != plan.prepared:
             raise UserError(f"--resume {folder}: target or corpus have changed since; start a new sweep")
         if (found := store.start_run(f"{plan.experiment} {folder.name}", key=plan.key)) != plan.mlflow_run_id:
@@ -141,12 +143,13 @@ def dry_run(question: Question, base: Run, say: Say) -> int:
     target = load_target_config(base.target)
     say("measuring the machine", doing="measuring the machine")
     shares = cluster.share_here(base, len(trials))
-    flops = search.matrix_speed(base, torch.device("cuda" if shares.gpus else "cpu"), shares.cpus)
+    device = torch.device("cuda" if shares.gpus else "cpu")
+    flops = search.matrix_speed(base, device, base.train.threads or shares.cpus)
     costs = {}
     for name, trial in trials.items():
         try:
             train.check(trial.run, target)
-            costs[name] = search.cost(trial.run, target, flops)
+            costs[name] = search.cost(trial.run, target, flops, device)
         except UserError as error:
             raise UserError(f"trial {name}: {error}") from error
     rows = [
@@ -243,6 +246,9 @@ class _Sweep:
         begun = [name for name in todo if self.records[name].status]
         left = max(1.0, self.until - time.monotonic()) if self.search.time_budget else None
         cluster.run_trials(todo, self.prepared, self.folder, self, points, done, begun, left)
+        for name in begun:
+            if self.records[name].status == RUNNING:  # in an earlier process, and not since
+                self.records[name].change(status=KILLED, reason="the time budget was used up before it went on")
 
     def _count(self) -> int:
         return search.count(self.plan.base, self.trials)
@@ -375,7 +381,8 @@ class _Sweep:
         curves = {name: self.records[name].reports() for name in known}
         varied = [key.rpartition(".")[2] for key, values in self.plan.vary.items() if len(values) > 1]
         found = self._verdicts()
-        sentence = " ".join([findings.answer(found, self.search.rank_by), *self._proposals(found)])
+        said = [findings.answer(found, self.search.rank_by), *self._caveats(known), *self._proposals(found)]
+        sentence = " ".join(said)
         frame = report.write_sweep([self._row(name) for name in known], curves, survivals, self.folder, varied)
         if found:
             report.write_verdicts(findings.frame(found), self.folder)
@@ -434,6 +441,21 @@ class _Sweep:
         report.write_block_sizes(frame, self.folder)
         return [report.block_size_table(frame)]
 
+    def _caveats(self, known: Sequence[str]) -> list[str]:
+        """Which arms the answer knows nothing of, and which it knows too early."""
+        arms = {self.trials[name].arm: [] for name in known if name != search.PROBE}
+        cut = []
+        for name in known:
+            if self.records[name].status == FINISHED and name != search.PROBE:
+                arms[self.trials[name].arm].append(name)
+                if reason := self.records[name].state.get("reason"):
+                    cut.append(f"{name} {reason}")
+        missing = [arm for arm, measured in arms.items() if not measured]
+        return [
+            *([f"Not measured: {', '.join(missing)}."] if missing else []),
+            *([f"Not trained to the end: {'; '.join(cut)}."] if cut else []),
+        ]
+
     def _proposals(self, found: Sequence[findings.Verdict]) -> list[str]:
         """What became of the probe's proposal, by arm; and its picture."""
         if self.plan.proposed is None or self.records[search.PROBE].status not in ENDED:
@@ -485,10 +507,12 @@ class _Sweep:
         """End every MLflow run of this sweep that is still running."""
         for record in self.records.values():
             if record.status in (RUNNING, TRAINED):
-                self.store.end_run(record.run_id, status, reason)
-                if record.status == RUNNING:
-                    record.change(status=status, reason=reason)
-        self.store.end_run(self.plan.mlflow_run_id, status, reason)
+                with contextlib.suppress(Exception):  # say a full disk; the others must be ended all the same
+                    self.store.end_run(record.run_id, status, reason)
+                    if record.status == RUNNING:
+                        record.change(status=status, reason=reason)
+        with contextlib.suppress(Exception):
+            self.store.end_run(self.plan.mlflow_run_id, status, reason)
 
 
 def _probe(question: Question, base: Run) -> dict[str, Any] | None:
@@ -513,6 +537,15 @@ def _trials(
     if base.cluster.address == "local":
         cluster.share_here(base, len(trials))
     return trials
+
+
+def _prepare(base: Run, trials: Mapping[str, Trial], say: Say) -> train.Prepared:
+    """What the trials share; refuses, before the features are built, what their decoding would refuse."""
+
+    def ready(target: Target, data: Corpus) -> None:
+        evaluation.check(target, heldout(data, base.eval.prompts), base.eval)
+
+    return train.prepare({name: trial.run for name, trial in trials.items()}, say, ready)
 
 
 def _store(base: Run, uri: str | None, say: Say) -> Store:

@@ -75,17 +75,26 @@ class Head:
     softcap: float | None = None
     token_ids: Tensor | None = None
 
-    def logits(self, hidden: Tensor, correction: Tensor | None = None) -> Tensor:
-        """Logits of rows of final-normed hidden states: (R, D) -> (R, V); a correction (R, V) is added before the cap.
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of rows of final-normed hidden states: (R, D) -> (R, V).
+
+        Raises:
+            ValueError: as `products`.
+        """
+        return self.cap(self.products(hidden))
+
+    def products(self, hidden: Tensor) -> Tensor:
+        """What `cap` makes logits of: (R, D) -> (R, V).
 
         Raises:
             ValueError: not 2-D. Batched shapes take a much slower matmul on some devices, so callers flatten.
         """
         if hidden.ndim != 2:
             raise ValueError(f"expected rows of shape (R, D), got {tuple(hidden.shape)}")
-        logits = hidden @ self.weight.T
-        if correction is not None:
-            logits = logits + correction
+        return hidden @ self.weight.T
+
+    def cap(self, logits: Tensor) -> Tensor:
+        """The logits in their range: (..., V) -> (..., V)."""
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def greedy(self, hidden: Tensor) -> Tensor:

@@ -68,11 +68,14 @@ class Report:
     """A complete checkpoint, on rank 0 at evaluation steps; the receiver takes it before the loop goes on."""
 
 
-def prepare(runs: dict[str, Run], say: Callable[..., None]) -> Prepared:
+def prepare(
+    runs: dict[str, Run], say: Callable[..., None], ready: Callable[[Target, Corpus], None] = lambda *_: None
+) -> Prepared:
     """Check every run against the target, load the corpus, and build the features that all of them need.
 
     Args:
         runs: name -> run; they share target, corpus and feature settings.
+        ready: is given both before the features are built, and may refuse them.
 
     Raises:
         UserError: naming the run that is wrong, before any long work.
@@ -103,6 +106,7 @@ def prepare(runs: dict[str, Run], say: Callable[..., None]) -> Prepared:
     for purpose, rows in (("train on", corpus.train), ("hold out", corpus.heldout)):
         if not any(corpus.rows[i].supervised[1:].any() for i in rows):
             raise UserError(f"corpus {corpus.source}: no row to {purpose} has a supervised token after its first")
+    ready(target, corpus)
     store = None
     if first.features.mode == "stored":
         store = str(features.build(target, corpus, tuple(sorted(layers)), first.features, say))
@@ -146,7 +150,10 @@ def check(run: Run, target: PreTrainedConfig) -> tuple[int, ...]:
     if run.eval.schedule == "confidence" and not run.draft.confidence:
         raise UserError("eval.schedule=confidence: needs draft.confidence=true, got false")
     check_vocabulary(run.loss, run.draft.vocab or target.vocab_size)
-    return adapt(target, run.draft, mask_token_id=0).target_layer_ids
+    spec = adapt(target, run.draft, mask_token_id=0)
+    if (size := max(run.eval.block_sizes or [0])) > spec.max_position_embeddings:
+        raise UserError(f"eval.block_sizes: the draft has {spec.max_position_embeddings} positions, got {size}")
+    return spec.target_layer_ids
 
 
 def _check_attention(run: Run, device: torch.device) -> None:

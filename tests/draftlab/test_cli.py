@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import re
 import signal
 import time
@@ -118,6 +119,22 @@ def test_a_full_disk_is_one_line_and_exit_code_2(capsys):
         cli.main(body)
     assert caught.value.code == 2
     assert capsys.readouterr().err == "error: /cache/layer_001.bin: No space left on device\n"
+
+
+def test_a_disk_that_is_full_while_a_folder_is_copied_is_one_line_too(tmp_path, monkeypatch, capsys):
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "model.safetensors").touch()
+
+    def full(source, to, **_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(to))
+
+    def body(argv):
+        shutil.copytree(tmp_path / "from", tmp_path / "to", copy_function=full)
+
+    with pytest.raises(SystemExit) as caught:
+        cli.main(body)
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and "No space left on device" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

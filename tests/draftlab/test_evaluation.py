@@ -13,7 +13,7 @@ import torch
 from mlflow import MlflowClient
 
 from draftlab import checkpoint, config, decode, evaluation, findings, metrics, report
-from draftlab.config import DraftConfig, EvalConfig, Run, TargetConfig
+from draftlab.config import DraftConfig, EvalConfig, TargetConfig
 from draftlab.decode import decode_target
 from draftlab.draft import Draft, adapt
 from draftlab.errors import UserError
@@ -287,7 +287,10 @@ def test_one_draft_is_decoded_at_each_block_size(target):
         assert one.provenance["draft"] == name[0] and one.provenance["trained_block_size"] == (4 if "a" in name else 2)
         assert one.metrics["drafted_tokens"] == one.provenance["block_size"] - 1
     table = report.block_size_table(report.by_block_size(found))
-    assert [line.split()[-3::2] for line in table.splitlines()[1:]] and "a (trained B=4)" in table
+    for name, line in zip("ab", table.splitlines()[1:], strict=True):
+        cells = [found[f"{name} b={size}"].metrics for size in (2, 4, 8)]
+        shown = [f"{cell['acceptance_length']:.2f} x{cell['speedup']:.2f}" for cell in cells]
+        assert " ".join(line.split()) == f"{name} (trained B={4 if name == 'a' else 2}) {' '.join(shown)}"
     assert len(report.by_block_size(found)) == 6
     with pytest.raises(UserError, match="block size: expected at least 2"):
         evaluation.evaluate(target, drafts, prompts(), QUICK, quiet, block_sizes=[4, 1])
@@ -577,6 +580,8 @@ def test_the_compare_script_says_no_difference_of_a_checkpoint_and_itself(saved,
     assert Path("out/verdicts.png").exists() and len(lines) == 1 + 2 * len(evaluation.MEASURES)
     with pytest.raises(UserError, match="at least two"):
         script("compare")(["--ckpt", str(saved)])
+    with pytest.raises(UserError, match="eval.block_sizes: here each draft is decoded with its own"):
+        script("compare")(["--ckpt", str(saved), "--ckpt", str(saved), "eval.block_sizes=[2]"])
 
 
 def test_the_compare_script_sets_schedules_against_each_other(saved_sure, saved, outputs, monkeypatch, capsys):
@@ -645,6 +650,7 @@ def test_the_surface_script_takes_a_draft_of_the_layout_next(saved_sure, outputs
         (["--draws", "-5"], "--draws: expected 0, or 100 texts"),
         (["eval.temperature=1"], "override 'eval.temperature=1': here it is 0 word for word"),
         (["eval.batch_size=8"], "override 'eval.batch_size=8': here it is 1"),
+        (["eval.top_p=0.9"], "override 'eval.top_p=0.9': the distributions are whole"),
     ],
 )
 def test_the_losslessness_script_refuses_what_it_would_not_do(saved, wrong, complaint):

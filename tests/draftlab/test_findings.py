@@ -81,7 +81,7 @@ def test_a_baseline_without_a_result_gives_way_to_the_best():
     [
         ({}, None, "No trial was measured"),
         ({"a": {0: pairs(NOISY)}}, None, "a is first .* the only one"),
-        ({"a": {0: pairs(NOISY)}, "b": {0: pairs(HIGHER)}}, None, "b is first with .*every other is worse"),
+        ({"a": {0: pairs(NOISY)}, "b": {0: pairs(HIGHER)}}, None, "b is first with .*every other that was .*worse"),
         ({"a": {0: pairs(NOISY)}, "b": {0: pairs(NOISY)}}, None, "not told apart from b"),
         ({"a": {0: pairs(NOISY)}, "b": {0: pairs(HIGHER)}}, "a", r"baseline a that is \+1.00 .*: better"),
     ],
@@ -93,6 +93,32 @@ def test_the_sentence_answers_the_question(arms, baseline, sentence):
     page = findings.page("sweep 1", "Which?", text, found, "the table", ["a.png"])
     assert page.startswith(f"# sweep 1\n\n**Which?** {text}") and "![a.png](a.png)" in page and "the table" in page
     assert all(f"| {arm} |" in page for arm in arms)
+
+
+def test_an_answer_never_contradicts_its_verdicts():
+    """One arm has a seed more, another lost the prompts on which it was weak: only what all have ranks them."""
+    more_seeds = {"a": {0: pairs(NOISY), 1: pairs([12] * 24)}, "b": {0: pairs(HIGHER)}}
+    fewer_prompts = {"a": {0: pairs(HIGHER)}, "b": {0: [one for one, n in zip(pairs(NOISY), NOISY) if n > 5]}}
+    for arms, first in ((more_seeds, "b"), (fewer_prompts, "a")):
+        found = judged(arms)
+        assert list(found)[0] == first and {one.verdict for one in found.values()} == {"baseline", "worse"}
+    text = findings.answer(list(judged(more_seeds, "b").values()), "acceptance_length")
+    assert "every other that was measured is worse" in text
+
+
+def test_a_seed_of_which_nothing_was_decoded_leaves_the_others():
+    found = judged({"a": {0: pairs(HIGHER), 1: []}, "b": {0: pairs(NOISY), 1: pairs(NOISY)}})
+    assert found["b"].verdict == "worse" and found["a"].seeds == 1
+
+
+def test_one_seed_is_said_to_be_one():
+    two = {"a": {0: pairs(NOISY), 1: pairs(NOISY)}, "b": {0: pairs(HIGHER), 1: pairs(HIGHER)}}
+    for arms, told in ((two, False), ({arm: {0: seeds[0]} for arm, seeds in two.items()}, True)):
+        found = list(judged(arms).values())
+        text = findings.answer(found, "acceptance_length")
+        assert ("With one seed" in text) == told
+        over = "over prompts, diff" if told else "over prompts and seeds, diff"
+        assert over in findings.page("t", "q", text, found, "", [])
 
 
 @pytest.mark.parametrize(

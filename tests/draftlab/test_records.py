@@ -110,8 +110,11 @@ def test_reports_survive_a_driver_that_was_killed_while_it_wrote(tmp_path):
     record.change(status=RUNNING, run_id="r")
     record.add_report(5, {"loss": 2.0})
     record.add_report(10, {"loss": 1.0})
-    record.add_report(5, {"loss": 1.5})
+    record.add_report(15, {"loss": 0.5})
+    record.add_report(10, {"loss": 1.5})
     with (tmp_path / "a" / "reports.jsonl").open("a") as file:
         file.write('[1]\n{"loss": 3}\n{"step": 15, "lo')
-    assert [(report["step"], report["loss"]) for report in record.reports()] == [(5, 1.5), (10, 1.0)]
+    assert [(report["step"], report["loss"]) for report in record.reports()] == [(5, 2.0), (10, 1.5)], (
+        "what followed the step from which it went on is lost"
+    )
     assert json.loads((tmp_path / "a" / "trial.json").read_text()) == {"status": "RUNNING", "run_id": "r"}

@@ -10,6 +10,7 @@ from draftlab.draft import Draft, adapt
 from draftlab.errors import UserError
 from draftlab.target import load_target, load_target_config
 
+CPU = torch.device("cpu")
 GRID = {"draft.block_size": [2, 8], "train.lr": [1e-3, 0.5]}
 
 
@@ -129,6 +130,14 @@ def test_equal_tokens_are_brought_about_by_the_anchors(tiny_run):
         ({"search.method": "random"}, GRID, "expected search.samples of 1 to 4.* got None"),
         ({"search.method": "optuna", "search.samples": 5}, GRID, "expected search.samples of 1 to 4"),
         ({"search.method": "optuna", "search.samples": 2, "search.seeds": [0, 1]}, GRID, "one seed"),
+        ({"search.method": "optuna", "search.samples": 1}, {}, "expected several values to choose from, got one"),
+        ({"search.scheduler": "asha", "search.seeds": [0, 1]}, GRID, "search.seeds: asha takes one seed"),
+        ({"search.scheduler": "asha", "train.eval_every": 40, "train.steps": 40}, GRID, "an evaluation after"),
+        ({"search.scheduler": "asha", "train.eval_every": 30, "search.grace": 0.8, "train.steps": 60}, GRID, "e=0.8"),
+        (
+            {"draft.target_layer_ids": [0, 1]}, {"draft.num_target_layers": [1, 2]},
+            r"trial num_target_layers_1: draft.target_layer_ids=\[0, 1\] is set, beside which draft.num_target_layers",
+        ),
         ({"search.budget": "time"}, GRID, "search.budget=time and train.seconds go together"),
         ({"train.seconds": 3.0}, GRID, "search.budget=time and train.seconds go together"),
     ],
@@ -147,21 +156,33 @@ def test_a_value_that_one_trial_alone_cannot_have_is_refused_with_the_trial_name
 
 def test_the_cost_grows_with_what_is_trained(tiny_run):
     shape = load_target_config(tiny_run.target)
-    base = search.cost(tiny_run, shape, 1e9)
-    steps = search.cost(tiny_run.replace({"train.steps": tiny_run.train.steps * 10}), shape, 1e9)
+    base = search.cost(tiny_run, shape, 1e9, CPU)
+    steps = search.cost(tiny_run.replace({"train.steps": tiny_run.train.steps * 10}), shape, 1e9, CPU)
     assert (steps.seconds - search.START_SECONDS) == pytest.approx(10 * (base.seconds - search.START_SECONDS))
     assert (steps.memory, steps.disk) == (base.memory, base.disk)
-    deeper = search.cost(tiny_run.replace({"draft.num_hidden_layers": 3}), shape, 1e9)
+    deeper = search.cost(tiny_run.replace({"draft.num_hidden_layers": 3}), shape, 1e9, CPU)
     assert deeper.seconds > base.seconds and deeper.memory > base.memory and deeper.disk > base.disk
-    timed = search.cost(tiny_run.replace({"train.seconds": 90.0}), shape, 1e9)
+    timed = search.cost(tiny_run.replace({"train.seconds": 90.0}), shape, 1e9, CPU)
     assert timed.seconds == 90 + search.START_SECONDS
+
+
+def test_flex_attention_keeps_no_scores_in_memory(tiny_run):
+    shape, long = load_target_config(tiny_run.target), tiny_run.replace({"corpus.max_length": 1024})
+    split, flex = (
+        search.cost(long.replace({"draft.attention": name}), shape, 1e9, CPU).memory for name in ("split", "flex")
+    )
+    slots = long.train.batch_size * long.train.anchors * long.draft.block_size
+    scores = 4 * shape.num_attention_heads * 1024 * long.draft.num_hidden_layers * slots
+    assert split - flex == scores
+    auto = search.cost(long, shape, 1e9, torch.device("cuda")).memory
+    assert (auto, search.cost(long, shape, 1e9, CPU).memory) == (flex, split)
 
 
 def test_the_cost_of_disk_covers_the_checkpoints_weights(tiny_run):
     target = load_target(tiny_run.target)
     draft = Draft(adapt(target.config, tiny_run.draft, target.mask_token_id))
     weights = sum(parameter.numel() for parameter in draft.parameters())
-    assert search.cost(tiny_run, target.config, 1e9).disk == 32 * weights
+    assert search.cost(tiny_run, target.config, 1e9, CPU).disk == 32 * weights
 
 
 def test_features_are_counted_once_for_all_trials(tiny_run):
@@ -183,4 +204,4 @@ def test_the_speed_of_a_machine_is_measured_and_its_threads_are_left_alone(tiny_
 @pytest.mark.parametrize("variant", ["dflash", "dflare", "gated", "dspark"])
 def test_every_variant_has_a_cost(tiny_run, variant):
     run = tiny_run.replace({"draft.variant": variant})
-    assert search.cost(run, load_target_config(run.target), 1e9).seconds > search.START_SECONDS
+    assert search.cost(run, load_target_config(run.target), 1e9, CPU).seconds > search.START_SECONDS

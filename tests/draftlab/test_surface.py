@@ -104,6 +104,28 @@ def test_every_cell_is_measured():
     assert all(seconds > 0 for seconds in found.target.values())
 
 
+@pytest.mark.parametrize("pace, size", [(1, 16), (4, 16), (16, 16), (8, 8)])
+def test_a_good_drafts_rounds_are_timed_whole_and_as_many(monkeypatch, pace, size):
+    """Rounds at a text's end verify fewer tokens; here a token verified costs a millisecond."""
+    target = load_target(TargetConfig(model="tiny", dtype="float32", device="cpu"))
+    config = DraftConfig(block_size=size, num_hidden_layers=1, target_layer_ids=[0, 2])
+    draft, asked = Draft(adapt(target.config, config, target.mask_token_id)), []
+
+    def rounds(target, draft, prompts, limit, block_size, sampling):
+        asked.append(limit)
+        found, left = [], limit - 1
+        while left > 0:
+            drafted, committed = min(block_size - 1, left - 1), min(pace, left)
+            found.append(decode.Round(drafted, committed - 1, committed, 0.0, 1e-3 * (1 + drafted), 0.0))
+            left -= committed
+        return [decode.Trace(3, [1] * limit, 0.1, 1.0, found)]
+
+    monkeypatch.setattr(surface, "decode_speculative", rounds)
+    found = surface.measure(target, draft, [[65] * 5], [size], [1], [5], quiet)
+    assert found.rounds[size, 1] == pytest.approx((0, 1e-3 * size, 0))
+    assert max(asked) <= surface.most_tokens(size)
+
+
 def test_calls_are_timed_with_the_sampling_that_is_asked_for(monkeypatch):
     target = load_target(TargetConfig(model="tiny", dtype="float32", device="cpu"))
     config = DraftConfig(block_size=4, num_hidden_layers=1, target_layer_ids=[0, 2])
@@ -123,7 +145,7 @@ def test_a_schedule_has_a_cost_of_every_length_for_one_row_and_for_a_batch(varia
     config = DraftConfig(block_size=6, num_hidden_layers=1, target_layer_ids=[0, 2], variant=variant)
     draft = Draft(adapt(target.config, config, target.mask_token_id))
     draft.reset(0)
-    target.max_positions = 60  # no room for the longer text
-    plan = surface.schedule(target, draft.eval(), [[65] * 5, [70] * 60], 6, 3, quiet)
+    target.max_positions = 140  # no room for the longer text
+    plan = surface.schedule(target, draft.eval(), [[65] * 5, [70] * 140], 6, 3, quiet)
     assert set(plan.seconds) == {1, 3}
     assert all(len(costs) == slots + 1 and min(costs) > 0 for costs in plan.seconds.values())
