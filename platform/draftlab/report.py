@@ -357,21 +357,26 @@ def _acceptance_figure(frame: pd.DataFrame, column: str) -> Figure:
 
 
 def _survival_figure(survivals: Mapping[str, Sequence[float]], colors: Mapping[str, Any]) -> Figure:
-    figure = Figure(figsize=(5.6, 3.6))
-    axis = figure.subplots()
+    figure = Figure(figsize=(9.6, 3.6))
+    survived, conditional = figure.subplots(1, 2)
     for name, survival in survivals.items():
-        slots = np.arange(1, len(survival) + 1)
-        on_top = 2 + 1 / max(1, len(slots))  # the short ones
-        axis.plot(
-            slots, np.asarray(survival, float),
-            marker="o", markersize=3.5, color=colors.get(name), label=_label(name), zorder=on_top,
-        )  # fmt: skip
-    axis.set_xlabel("drafted tokens k")
-    axis.set_ylabel("P(the first k are all accepted)")
-    axis.set_title("Survival along the block")
-    axis.set_ylim(0, 1)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(axis)
+        slots, survival = np.arange(1, len(survival) + 1), np.asarray(survival, float)
+        before = np.concatenate([[1.0], survival[:-1]])
+        style = {
+            "marker": "o", "markersize": 3.5, "color": colors.get(name), "label": _label(name),
+            "zorder": 2 + 1 / max(1, len(slots)),  # the short ones on top
+        }  # fmt: skip
+        survived.plot(slots, survival, **style)
+        conditional.plot(slots, np.divide(survival, before, np.full(len(slots), np.nan), where=before > 0), **style)
+    survived.set_ylabel("P(the first k are all accepted)")
+    survived.set_title("Survival along the block")
+    conditional.set_ylabel("P(k-th accepted | all before it)")
+    conditional.set_title("Acceptance by slot")
+    for axis in (survived, conditional):
+        axis.set_xlabel("drafted tokens k")
+        axis.set_ylim(0, 1)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend(survived)
     return figure
 
 

@@ -110,10 +110,12 @@ def test_values_that_are_no_numbers_stand_side_by_side():
 
 
 def test_survival_starts_at_the_first_drafted_token_and_keeps_gaps():
-    survivals = {"a": [0.5, None, 0.25], "b": []}
-    (lines,) = lines_of(report._survival_figure(survivals, report._colors(["a", "b"])))
-    (x, y) = lines["a"]
+    survivals = {"a": [0.5, None, 0.25], "b": [], "c": [0.8, 0.4, 0.0, 0.0]}
+    survived, conditional = lines_of(report._survival_figure(survivals, report._colors(list("abc"))))
+    (x, y) = survived["a"]
     assert x == [1, 2, 3] and y[0] == 0.5 and math.isnan(y[1]) and y[2] == 0.25
+    assert conditional["c"][1][:3] == [0.8, 0.5, 0.0] and math.isnan(conditional["c"][1][3]), "never reached"
+    assert conditional["a"][1][0] == 0.5 and all(math.isnan(share) for share in conditional["a"][1][1:])
 
 
 def test_training_curves_show_what_was_measured_in_the_order_of_steps():
