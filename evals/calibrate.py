@@ -56,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("on the earlier half of the prompts, by slot, and last the mean")
         for title, values in {"temperature": temperatures, **scores}.items():
             say(f"{title:11} {' '.join(f'{value:6.3f}' for value in values)}")
+        before, after = scores["raw_ece"][-1], scores["ece"][-1]
+        better = "" if after < before else ": no better, so the draft is best left as it was"
+        say(f"calibration error {before:.3f} before, {after:.3f} after{better}")
         say(f"calibrated draft written to {args.out}")
     return evaluation.exit_code(found.values())
 

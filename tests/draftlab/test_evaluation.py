@@ -604,6 +604,8 @@ def test_the_calibrate_script_writes_a_draft_that_the_others_take(saved_sure, sa
     assert script("calibrate")(["--ckpt", str(saved_sure), "--out", "sure2", *arguments]) == 0
     said = capsys.readouterr().out
     assert re.search(r"temperature( +\d+\.\d{3}){4}\n", said) and re.search(r"raw_ece( +\d\.\d{3}){5}\n", said)
+    before, after, rest = re.search(r"calibration error (\S+) before, (\d\.\d{3}) after(.*)", said).groups()
+    assert before == after or ("no better" in rest) == (after > before)
     made, _ = checkpoint.load(Path("sure2"))
     assert len(made.spec.confidence_temperatures) == 4
     how = json.loads(Path("sure2/provenance.json").read_text())["calibration"]
