@@ -195,7 +195,7 @@ def count_rows(config: CorpusConfig) -> int:
     if config.source == "self":
         return config.write_conversations
     path = PACKAGED if config.source == "packaged" else expand(config.source)
-    return sum(1 for _ in _read_lines(path))
+    return sum(1 for _ in read_lines(path, "corpus"))
 
 
 def write_corpus(

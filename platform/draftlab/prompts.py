@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from draftlab.config import Run
-from draftlab.corpus import is_text, load_corpus, read_lines
+from draftlab.corpus import Corpus, is_text, load_corpus, read_lines
 from draftlab.errors import UserError, first_line
 from draftlab.target import Target, expand
 

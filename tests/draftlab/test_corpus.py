@@ -582,3 +582,10 @@ def test_a_corpus_without_a_row_is_refused_and_leaves_nothing(tmp_path):
     with pytest.raises(UserError, match="not one conversation could be written"):
         write_file(tmp_path / "corpus.jsonl.gz", [], {"seed": 0})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_corpus_is_counted_without_its_target():
+    assert corpus.count_rows(CorpusConfig()) == 2000
+    assert corpus.count_rows(CorpusConfig(source="self", write_conversations=7)) == 7
+    with pytest.raises(UserError, match="nowhere.jsonl"):
+        corpus.count_rows(CorpusConfig(source="nowhere.jsonl"))
