@@ -54,9 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if texts and texts < FEWEST:
             parser.error(f"{option}: expected 0, or {FEWEST} texts at least for a test to tell anything, got {texts}")
     cli.check_taken(args.overrides, {"target.dtype": "--dtype"})
-    for override in args.overrides:
-        if (setting := override.partition("=")[0]) in UNUSED:
-            raise UserError(f"override {override!r}: {UNUSED[setting]}")
+    cli.check_unused(args.overrides, UNUSED)
     overrides = [*args.overrides, f"target.dtype={args.dtype}"]
     base = config.load(args.config or config.DEFAULT_CONFIG, overrides)
 

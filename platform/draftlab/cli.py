@@ -178,9 +178,22 @@ def check_taken(overrides: Sequence[str], taken: Mapping[str, str]) -> None:
     Raises:
         UserError: naming both.
     """
+    reasons = {key: f"{option} is what sets that here; expected it alone" for key, option in taken.items()}
+    check_unused(overrides, reasons)
+
+
+def check_unused(overrides: Sequence[str], reasons: Mapping[str, str]) -> None:
+    """Refuse an override that would be ignored.
+
+    Args:
+        reasons: dotted key -> why it would be.
+
+    Raises:
+        UserError: naming the override, with the reason.
+    """
     for override in overrides:
-        if option := taken.get(override.partition("=")[0]):
-            raise UserError(f"override {override!r}: {option} is what sets that here; expected it alone")
+        if reason := reasons.get(override.partition("=")[0]):
+            raise UserError(f"override {override!r}: {reason}")
 
 
 def check_own_sizes(overrides: Sequence[str]) -> None:

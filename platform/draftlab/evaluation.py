@@ -336,14 +336,22 @@ def check(target: Target, prompts: Sequence[Prompt], config: EvalConfig) -> None
         UserError: a prompt longer than its positions, a chat template without the thinking mode or the system turn that
             is asked for, a temperature that can't be sampled at.
     """
+    _check_settings(target, config)
+    for prompt in prompts:
+        _check_ids(target, prompt.where, _ids(target, prompt, (), config), config)
+
+
+def _check_settings(target: Target, config: EvalConfig) -> None:
     sampling_of(config, 0)
     if config.thinking is not None and "enable_thinking" not in str(target.tokenizer.chat_template):
         raise UserError(f"eval.thinking={config.thinking}: the chat template of {target.name} has no thinking mode")
-    for prompt in prompts:
-        try:
-            check_prompt(target, _ids(target, prompt, (), config), config.max_new_tokens)
-        except UserError as error:
-            raise UserError(f"{prompt.where}: {error}") from error
+
+
+def _check_ids(target: Target, where: str, ids: Sequence[int], config: EvalConfig, draft: Draft | None = None) -> None:
+    try:
+        check_prompt(target, ids, config.max_new_tokens, draft)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def _ids(target: Target, prompt: Prompt, answers: Sequence[str], config: EvalConfig) -> list[int]:
@@ -355,7 +363,7 @@ def _ids(target: Target, prompt: Prompt, answers: Sequence[str], config: EvalCon
 def _check(target: Target, entrants: Collection[_Entrant], prompts: Sequence[Prompt], config: EvalConfig) -> None:
     if not entrants or not prompts:
         raise UserError(f"expected at least one draft and one prompt, got {len(entrants)} and {len(prompts)}")
-    check(target, prompts, config)
+    _check_settings(target, config)
     for entrant in entrants:
         if entrant.schedule == "confidence":
             check_confidence(entrant.draft, entrant.name)
@@ -382,10 +390,7 @@ def _cases(
     cases = latest = [ask(index) for index in range(len(prompts))]
     for case in cases:
         for entrant in entrants:
-            try:
-                check_prompt(target, case.ids, config.max_new_tokens, entrant.draft)
-            except UserError as error:
-                raise UserError(f"{case.where}: {error}") from error
+            _check_ids(target, case.where, case.ids, config, entrant.draft)
     alone = _decoder(target, None, Sampling())
     while going := [case for case in latest if case.turn < len(prompts[case.prompt].turns)]:
         say(f"the target answers turn {going[0].turn} of {len(going)} prompts", doing="answering earlier turns")
