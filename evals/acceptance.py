@@ -9,7 +9,8 @@ Run:    python evals/acceptance.py --ckpt CKPT
         python evals/acceptance.py --ckpt z-lab/Qwen3-8B-DFlash-b16 --prompts gsm8k target.model=Qwen/Qwen3-8B
     CKPT is a checkpoint folder, an MLflow run id or models:/ URI, or the hub id of a published DFlash draft. Several
     --ckpt with --block-sizes give the table of trained by decoded block size. The configuration is the first
-    checkpoint's own (a published draft has none), unless --config gives another. Of a confidence head the calibration
+    checkpoint's own (a published draft has none), unless --config gives another; but the store is that of tracking.uri
+    here, whatever the training's was. Of a confidence head the calibration
     error (ECE), AUC and Brier score are told; eval.schedule=confidence has it choose how much of a block is verified.
 Writes: results.json, breakdown.csv (by domain, turn, context length and position), traces.jsonl and figures under --out
     (default outputs/acceptance/<UTC time>), and an MLflow run with the same, linked to the checkpoint's training run.
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         report.check_folder(out)
         store = Store(base.tracking, Path("outputs"))
-        field = drafts.load_field(args.ckpt, args.config, args.overrides, store, Path(fetched), say)
+        field = drafts.load_field(args.ckpt, args.config, args.overrides, lambda: store, Path(fetched), say)
         run, target = field.run, field.target
         prompts = load_prompts(args.prompts, run, target, say)
         hashes = ", ".join(field.hashes.values())

@@ -3,11 +3,11 @@
 Varies: one temperature a slot, fitted from the first slot to the last on the later half of each set's prompts; the
     earlier half, with which the held-out prompts of other scripts begin, tells the calibration error before and after.
 Run:    python evals/calibrate.py --ckpt CKPT --out DIR
-        python evals/calibrate.py --ckpt CKPT --out DIR --prompts heldout:200 eval.max_new_tokens=128 eval.batch_size=8
+        python evals/calibrate.py --ckpt CKPT --out DIR --prompts heldout:108 eval.max_new_tokens=128 eval.batch_size=8
         python evals/acceptance.py --ckpt DIR eval.schedule=confidence
     CKPT as in evals/acceptance.py, a draft with a confidence head. A calibration holds for the way it was made: greedy,
     or at eval.temperature and in eval.mode.
-Writes: under --out, which must not exist yet, the checkpoint with the temperatures in its config.json.
+Writes: under --out, a new or empty folder, the checkpoint with the temperatures in its config.json.
 Cost:   two decodings of each prompt, whole blocks verified; 10 minutes for the default 100 prompts on two CPU cores.
 Source: sequential temperature scaling of the DSpark paper.
 Exit:   0; 1 if a prompt failed, or in float32 an output was not the target's own; 2 for what the user can mend.
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         report.check_folder(args.out)
         store = Store(base.tracking, Path("outputs"))
-        field = drafts.load_field([args.ckpt], args.config, args.overrides, store, Path(fetched), say)
+        field = drafts.load_field([args.ckpt], args.config, args.overrides, lambda: store, Path(fetched), say)
         run, target = field.run, field.target
         ((name, draft),) = field.drafts.items()
         if not draft.spec.confidence:

@@ -6,7 +6,7 @@ Run:    python evals/compare.py --ckpt REFERENCE --ckpt OTHER [--ckpt ...] --pro
     CKPT as in evals/acceptance.py; the first is what the others are compared with.
 Writes: verdicts.csv, verdicts.png and what evals/acceptance.py writes, under --out (default
     outputs/compare/<UTC time>), and an MLflow run with the same.
-Cost:   one decoding of each prompt more than there are drafts.
+Cost:   a decoding of each prompt by the target, and one for each draft and schedule.
 Source: 95% percentile bootstrap over prompts, paired; an interval that holds 0 is no difference.
 Exit:   0; 1 if a prompt failed, or in float32 an output was not the target's own; 2 for what the user can mend.
 """
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         report.check_folder(out)
         store = Store(base.tracking, Path("outputs"))
-        field = drafts.load_field(args.ckpt, args.config, args.overrides, store, Path(fetched), say)
+        field = drafts.load_field(args.ckpt, args.config, args.overrides, lambda: store, Path(fetched), say)
         run, target = field.run, field.target
         prompts = load_prompts(args.prompts, run, target, say)
         params = run.flat() | {"ckpt": ", ".join(args.ckpt), "prompts": args.prompts}

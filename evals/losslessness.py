@@ -1,13 +1,14 @@
 """Question: is speculative decoding with this draft what the target alone writes: word for word, or, sampled, as often?
 
-Varies: nothing. Greedy: each prompt is decoded speculatively and by transformers' `generate`. Sampled at temperature 1,
+Varies: nothing. Greedy: the first turn of each prompt is decoded speculatively and by
+    transformers' `generate`. Sampled at temperature 1,
     in both modes: the tiny target's exact probabilities against the frequencies of --draws texts (chi-square), and the
     checkpoint's target alone against speculative decoding, --samples texts each (two-sample chi-square). A rule that is
     broken on purpose, which replaces rejected tokens from q instead of the residual, has to fail the first test.
 Run:    python evals/losslessness.py --ckpt CKPT
         python evals/losslessness.py --ckpt CKPT --dtype bfloat16 --prompts humaneval:20 eval.max_new_tokens=32
         python evals/losslessness.py --ckpt CKPT eval.schedule=confidence
-    CKPT as in evals/acceptance.py.
+    CKPT as in evals/acceptance.py; HumanEval's prompts, in the default, need '.[test]'.
 Writes: nothing; each divergence is a line: prompt, position, both tokens, the target's top-2 logit gap there; each
     distribution test is a line with its p-values, one a place in the text.
 Cost:   20 minutes for the default 164 + 40 prompts of 64 tokens on two CPU cores, and 8 for the distributions.
@@ -20,6 +21,7 @@ Exit:   0; 1 for any divergence in float32, a distribution that differs, or a br
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import time
 from collections.abc import Sequence
@@ -65,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from draftlab.target import load_target
         from draftlab.tracking import Store
 
-        store = Store(base.tracking, Path("outputs"))
-        draft, info, run = drafts.load_draft(args.ckpt, args.config, overrides, store, Path(fetched))
+        opened = functools.partial(Store, base.tracking, Path("outputs"))
+        draft, info, run = drafts.load_draft(args.ckpt, args.config, overrides, opened, Path(fetched))
         target = load_target(run.target)
         drafts.check_target(draft, info, target)
         draft, limit = draft.to(target.device, target.dtype), run.eval.max_new_tokens

@@ -4,7 +4,8 @@ Varies: block size, batch size and context length of single calls; what they cos
     the speed everywhere, and decoding at --block-sizes shows how well.
 Run:    python evals/speed_surface.py --ckpt CKPT --prompts heldout,humaneval
         python evals/speed_surface.py --ckpt CKPT --block-sizes 2,4,8,16 --batches 1,4,8 --contexts 64,256,1024
-    CKPT and --prompts as in evals/acceptance.py. Blocks are verified whole, whatever eval.schedule says.
+    CKPT and --prompts as in evals/acceptance.py; humaneval needs '.[test]'. Blocks are verified whole,
+    whatever eval.schedule says.
 Writes: surface.csv (speed by domain, batch and block size; the gain of each slot; the break-even acceptance),
     prediction.csv (beside the measurement), surface.png and what evals/acceptance.py writes, under --out (default
     outputs/speed_surface/<UTC time>), and an MLflow run with the same.
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         report.check_folder(out)
         store = Store(base.tracking, Path("outputs"))
-        field = drafts.load_field(args.ckpt, args.config, args.overrides, store, Path(fetched), say)
+        field = drafts.load_field(args.ckpt, args.config, args.overrides, lambda: store, Path(fetched), say)
         run, target = field.run, field.target
         prompts = load_prompts(args.prompts, run, target, say)
         (draft,) = field.drafts.values()

@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig
 from draftlab import config as configs
 from draftlab import formats
 from draftlab.config import Run
-from draftlab.draft import Draft, DraftSpec, rotary
+from draftlab.draft import Draft, DraftSpec, rope_of
 from draftlab.errors import UserError, first_line
 from draftlab.target import Head, Target, check_layer_ids
 
@@ -252,7 +252,7 @@ def spec_from_json(
         draft_vocab_size=reduced,
     )
     try:
-        rotary(spec, torch.arange(1))
+        rope_of(spec)
     except Exception as error:  # each kind of rope has its own parameters, and its own way to miss them
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"{where}: rope_parameters can't be used ({reason})") from error
@@ -317,7 +317,7 @@ def save_calibrated(folder: Path, source: Path, temperatures: Sequence[float], b
 def export(
     folder: Path, draft: Draft, form: str, target: str, architectures: Sequence[str], head: Head | None = None
 ) -> None:
-    """Write a draft for others: its tensors as they are, and its config in their form.
+    """Write a draft for others: its tensors in float32, and its config in their form.
 
     Args:
         folder: made if needed.

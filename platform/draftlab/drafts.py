@@ -30,12 +30,12 @@ SUPPLIED = ("block_size", "mask_token_id", "target_layer_ids")
 FILES = ["config.json", "model*.safetensors", "model.safetensors.index.json"]
 
 
-def find_checkpoint(ref: str, store: Store, into: Path) -> Path:
+def find_checkpoint(ref: str, open_store: Callable[[], Store], into: Path) -> Path:
     """The folder of the draft that a reference names.
 
     Args:
         ref: a folder, an MLflow run id or models:/ URI, or the hub id of a published draft.
-        store: where MLflow references are looked up.
+        open_store: opens the store where MLflow references are looked up; not called for a folder.
         into: folder for what has to be fetched.
 
     Raises:
@@ -43,19 +43,19 @@ def find_checkpoint(ref: str, store: Store, into: Path) -> Path:
     """
     folder: Path | None = expand(ref)
     if not folder.is_dir():
-        folder = store.resolve_checkpoint(ref, into)
+        folder = open_store().resolve_checkpoint(ref, into)
     if folder is None:
         folder = _from_hub(ref, into)
     return folder / "draft" if (folder / "draft").is_dir() else folder
 
 
 def load_draft(
-    ref: str, config_file: Path | None, overrides: list[str], store: Store, into: Path
+    ref: str, config_file: Path | None, overrides: list[str], open_store: Callable[[], Store], into: Path
 ) -> tuple[Draft, checkpoint.CheckpointInfo, Run]:
     """A draft in float32 on the CPU, what its checkpoint says, and the run that it is to be evaluated by.
 
     Args:
-        ref, store, into: as in find_checkpoint.
+        ref, open_store, into: as in find_checkpoint.
         config_file: the run's configuration; None is the checkpoint's own, or the default where it has none.
         overrides: of that configuration; of `draft`, what the checkpoint lacks.
 
@@ -66,7 +66,7 @@ def load_draft(
         UserError: see find_checkpoint, checkpoint.load and config.load; a setting that contradicts the training; a
             draft for a target of another vocabulary, width or depth.
     """
-    folder = find_checkpoint(ref, store, into)
+    folder = find_checkpoint(ref, open_store, into)
     own = folder / checkpoint.RUN
     run = configs.load(config_file or (own if own.is_file() else configs.DEFAULT_CONFIG), overrides)
     said, default = run.flat(), Run().flat()
@@ -128,7 +128,7 @@ def load_field(
     refs: Sequence[str],
     config_file: Path | None,
     overrides: list[str],
-    store: Store,
+    open_store: Callable[[], Store],
     into: Path,
     say: Callable[..., None],
 ) -> Field:
@@ -144,7 +144,7 @@ def load_field(
              for folder, ref in zip(folders, refs)]  # fmt: skip
     names = short if len(set(short)) == len(set(refs)) else refs
     names = [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names, 1)]
-    loaded = {name: load_draft(ref, config_file, overrides, store, into) for name, ref in zip(names, refs)}
+    loaded = {name: load_draft(ref, config_file, overrides, open_store, into) for name, ref in zip(names, refs)}
     run = loaded[names[0]][2]
     target = load_target(run.target)
     for name, (draft, info, _) in loaded.items():

@@ -19,6 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = ["target.model=tiny", "target.dtype=float32"]
 
 
+def no_store():
+    pytest.fail("a folder needs no MLflow store")
+
+
 @pytest.fixture(scope="module")
 def target():
     return load_target(TargetConfig(model="tiny", dtype="float32", device="cpu"))
@@ -35,18 +39,18 @@ def saved(target, tmp_path):
     return tmp_path / "step"
 
 
-def test_a_checkpoint_folder_is_found_with_or_without_its_draft_folder(saved, store, tmp_path):
+def test_a_checkpoint_folder_is_found_with_or_without_its_draft_folder(saved, tmp_path):
     for folder in (saved, saved / "draft"):
-        _, info, run = drafts.load_draft(str(folder), None, ["eval.prompts=2"], store, tmp_path)
+        _, info, run = drafts.load_draft(str(folder), None, ["eval.prompts=2"], no_store, tmp_path)
         assert info.folder == saved / "draft" and run.seed == 5 and run.eval.prompts == 2
 
 
 def test_a_checkpoint_is_found_by_its_mlflow_run_and_model(saved, store, tmp_path):
     run_id = store.start_run("trial", key="trial")
     model = store.log_checkpoint(run_id, saved / "draft", name="draft", step=1, params={}, metrics={})
-    _, expected, _ = drafts.load_draft(str(saved), None, [], store, tmp_path)
+    _, expected, _ = drafts.load_draft(str(saved), None, [], lambda: store, tmp_path)
     for ref in (run_id, f"models:/{model}"):
-        _, info, run = drafts.load_draft(ref, None, [], store, tmp_path / "fetched")
+        _, info, run = drafts.load_draft(ref, None, [], lambda: store, tmp_path / "fetched")
         assert info.hash == expected.hash and run.seed == 5
 
 
@@ -61,7 +65,7 @@ def test_a_published_draft_without_a_run_is_evaluated_by_the_given_configuration
         return str(local_dir)
 
     monkeypatch.setattr(drafts, "snapshot_download", hub)
-    made, info, run = drafts.load_draft("someone/draft", None, ["target.model=tiny"], store, tmp_path)
+    made, info, run = drafts.load_draft("someone/draft", None, ["target.model=tiny"], lambda: store, tmp_path)
     assert asked == {"repo_id": "someone/draft", "files": drafts.FILES}
     assert info.run is None and run.target.model == "tiny" and made.spec.block_size == 4
 
@@ -69,7 +73,7 @@ def test_a_published_draft_without_a_run_is_evaluated_by_the_given_configuration
 @pytest.mark.parametrize("ref", ["no/such/folder", "./nothing", "nothing", "~nobody", "~nobody/draft"])
 def test_a_reference_to_nothing_is_refused(store, tmp_path, ref):
     with pytest.raises(UserError, match=f"checkpoint {ref}: no such folder"):
-        drafts.find_checkpoint(ref, store, tmp_path)
+        drafts.find_checkpoint(ref, lambda: store, tmp_path)
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(store, tmp_path, monkeypatch):
@@ -81,7 +85,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(store, tmp_path, monkeypatch):
     monkeypatch.setattr(drafts, "snapshot_download", offline)
     words = r"someone/draft: no such folder, and not fetched from the hub \(Cannot find the files\)$"
     with pytest.raises(UserError, match=words):
-        drafts.find_checkpoint("someone/draft", store, tmp_path)
+        drafts.find_checkpoint("someone/draft", lambda: store, tmp_path)
 
 
 def refusal(*args):
@@ -104,22 +108,22 @@ def refusal(*args):
     ],
 )
 def test_a_setting_that_contradicts_the_training_is_refused_however_it_is_given(
-    saved, store, tmp_path, override, said
+    saved, tmp_path, override, said
 ):
-    assert said in refusal(str(saved), None, [override], store, tmp_path)
+    assert said in refusal(str(saved), None, [override], no_store, tmp_path)
     key, _, value = override.partition("=")
     section, _, name = key.partition(".")
     file = tmp_path / "run.yaml"
     file.write_text(f"target: {{model: tiny, dtype: float32}}\n{section}: {{{name}: {value}}}\n")
-    assert said in refusal(str(saved), file, [], store, tmp_path)
+    assert said in refusal(str(saved), file, [], no_store, tmp_path)
 
 
 def test_a_configuration_file_that_agrees_with_the_training_is_taken_and_the_rest_is_the_checkpoints(
-    saved, store, tmp_path
+    saved, tmp_path
 ):
     file = tmp_path / "run.yaml"
     file.write_text("target: {model: tiny, dtype: float32}\ndraft: {block_size: 4}\neval: {prompts: 3}\n")
-    draft, info, run = drafts.load_draft(str(saved), file, ["draft.target_layer_ids=[0,2]"], store, tmp_path)
+    draft, info, run = drafts.load_draft(str(saved), file, ["draft.target_layer_ids=[0,2]"], no_store, tmp_path)
     assert run.eval.prompts == 3 and run.seed == 0, "of the file"
     assert run.draft.block_size == 4 and run.train == info.run.train and run.loss == info.run.loss
     assert run.draft.mask_token_id == draft.spec.mask_token_id
@@ -135,26 +139,26 @@ def publish(saved, folder, change, tensors=None):
     return folder
 
 
-def test_the_record_of_a_published_draft_tells_its_own_shape(saved, store, tmp_path):
+def test_the_record_of_a_published_draft_tells_its_own_shape(saved, tmp_path):
     folder = publish(saved, tmp_path / "published", lambda data: None)
-    draft, info, run = drafts.load_draft(str(folder), None, TINY, store, tmp_path)
+    draft, info, run = drafts.load_draft(str(folder), None, TINY, no_store, tmp_path)
     assert info.run is None and run.target.model == "tiny"
     assert run.draft.block_size == 4 and run.draft.num_hidden_layers == 1 and run.draft.target_layer_ids == [0, 2]
     assert "train.lr=0.1: the draft is trained already;" in refusal(
-        str(folder), None, [*TINY, "train.lr=0.1"], store, tmp_path
+        str(folder), None, [*TINY, "train.lr=0.1"], no_store, tmp_path
     )
 
 
-def test_a_config_that_the_draft_was_trained_by_is_taken(saved, store, tmp_path):
+def test_a_config_that_the_draft_was_trained_by_is_taken(saved, tmp_path):
     own = saved / "draft" / "run.yaml"
-    assert drafts.load_draft(str(saved), own, [], store, tmp_path)[2].draft.target_layer_ids == [0, 2]
+    assert drafts.load_draft(str(saved), own, [], no_store, tmp_path)[2].draft.target_layer_ids == [0, 2]
     folder = publish(saved, tmp_path / "published", lambda data: None)
     file = tmp_path / "recipe.yaml"
     file.write_text("target: {model: tiny}\ndraft: {block_size: 4, init: random}\ntrain: {steps: 75000}\n")
-    assert drafts.load_draft(str(folder), file, [], store, tmp_path)[2].target.model == "tiny"
+    assert drafts.load_draft(str(folder), file, [], no_store, tmp_path)[2].target.model == "tiny"
     file.write_text("target: {model: tiny}\ndraft: {block_size: 8}\n")
     assert "draft.block_size=8: the draft is trained already with 4" in refusal(
-        str(folder), file, [], store, tmp_path
+        str(folder), file, [], no_store, tmp_path
     )
 
 
@@ -162,27 +166,27 @@ def test_a_config_that_the_draft_was_trained_by_is_taken(saved, store, tmp_path)
 
 
 @pytest.mark.parametrize("key, value", [("block_size", 6), ("mask_token_id", 5), ("target_layer_ids", [0, 2])])
-def test_what_a_published_config_lacks_is_named_with_the_option_that_supplies_it(saved, store, tmp_path, key, value):
+def test_what_a_published_config_lacks_is_named_with_the_option_that_supplies_it(saved, tmp_path, key, value):
     def lose(data):
         del data["dflash_config"][key]
         data.pop(key, None)
 
     folder = publish(saved, tmp_path / "published", lose)
-    message = refusal(str(folder), None, TINY, store, tmp_path)
+    message = refusal(str(folder), None, TINY, no_store, tmp_path)
     assert f"'{key}' is missing; give it by draft.{key}=" in message
-    draft, _, run = drafts.load_draft(str(folder), None, [*TINY, f"draft.{key}={value}"], store, tmp_path)
+    draft, _, run = drafts.load_draft(str(folder), None, [*TINY, f"draft.{key}={value}"], no_store, tmp_path)
     assert run.draft.model_dump()[key] == value
     assert getattr(draft.spec, key) == (tuple(value) if isinstance(value, list) else value)
 
 
-def test_the_depth_that_speculators_do_not_tell_is_the_targets(saved, store, target, tmp_path):
+def test_the_depth_that_speculators_do_not_tell_is_the_targets(saved, target, tmp_path):
     draft, _ = checkpoint.load(saved / "draft")
     folder = tmp_path / "published"
     checkpoint.export(folder, draft, "speculators", "tiny", [])
     data = json.loads((folder / "config.json").read_text())
     del data["target_num_hidden_layers"], data["label_layout"]  # draftlab's own addition
     (folder / "config.json").write_text(json.dumps(data))
-    again, _, _ = drafts.load_draft(str(folder), None, TINY, store, tmp_path)
+    again, _, _ = drafts.load_draft(str(folder), None, TINY, no_store, tmp_path)
     assert again.spec == draft.spec and again.spec.target_num_hidden_layers == target.num_layers
     with pytest.raises(UserError, match="'num_target_layers' is missing; give it by target.model="):
         checkpoint.load(folder)
@@ -191,9 +195,9 @@ def test_the_depth_that_speculators_do_not_tell_is_the_targets(saved, store, tar
 # ---- another target
 
 
-def test_a_draft_for_another_target_is_refused_before_the_targets_weights_are_read(saved, store, tmp_path):
+def test_a_draft_for_another_target_is_refused_before_the_targets_weights_are_read(saved, tmp_path):
     folder = publish(saved, tmp_path / "published", lambda data: data.update(vocab_size=4000))
-    assert "vocabulary 4000, but tiny has 300" in refusal(str(folder), None, TINY, store, tmp_path)
+    assert "vocabulary 4000, but tiny has 300" in refusal(str(folder), None, TINY, no_store, tmp_path)
 
 
 def deepspec(saved, folder, **tensors):
@@ -206,13 +210,13 @@ def deepspec(saved, folder, **tensors):
     return publish(saved, folder, change, tensors)
 
 
-def test_an_embedding_and_a_head_that_a_draft_carries_have_to_be_the_targets(saved, store, target, tmp_path):
+def test_an_embedding_and_a_head_that_a_draft_carries_have_to_be_the_targets(saved, target, tmp_path):
     embedding, head = target.ends.embedding.weight, target.ends.head.weight
     own = {"embed_tokens.weight": embedding.clone(), "lm_head.weight": head.to(torch.bfloat16)}
-    draft, info, _ = drafts.load_draft(str(deepspec(saved, tmp_path / "a", **own)), None, TINY, store, tmp_path)
+    draft, info, _ = drafts.load_draft(str(deepspec(saved, tmp_path / "a", **own)), None, TINY, no_store, tmp_path)
     drafts.check_target(draft, info, target)
     trained = {**own, "lm_head.weight": head + 0.1}
-    draft, info, _ = drafts.load_draft(str(deepspec(saved, tmp_path / "b", **trained)), None, TINY, store, tmp_path)
+    draft, info, _ = drafts.load_draft(str(deepspec(saved, tmp_path / "b", **trained)), None, TINY, no_store, tmp_path)
     with pytest.raises(UserError, match="the draft's lm_head.weight is not the one of tiny"):
         drafts.check_target(draft, info, target)
 
@@ -252,7 +256,7 @@ def test_the_weights_of_both_forms_are_the_same_file(saved, outputs, monkeypatch
 
 
 def test_a_reduced_vocabulary_goes_to_speculators_with_its_rows_of_the_head(
-    target, outputs, store, monkeypatch, tmp_path
+    target, outputs, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(outputs.parent)
     shape = DraftConfig(block_size=4, num_hidden_layers=1, target_layer_ids=[0, 2], vocab=40)
@@ -266,11 +270,11 @@ def test_a_reduced_vocabulary_goes_to_speculators_with_its_rows_of_the_head(
     written = load_file(tmp_path / "theirs" / "model.safetensors")
     assert written["lm_head.weight"].equal(target.ends.head.weight[chosen])
     assert written["d2t"].equal(chosen - torch.arange(40)) and written["t2d"].nonzero()[:, 0].equal(chosen)
-    again, info, _ = drafts.load_draft(str(tmp_path / "theirs"), None, TINY, store, tmp_path)
+    again, info, _ = drafts.load_draft(str(tmp_path / "theirs"), None, TINY, no_store, tmp_path)
     drafts.check_target(again, info, target)
     assert again.spec == draft.spec and again.token_ids.equal(chosen)
     # The authors' form knows no such thing: there the same weights guess through the whole head.
     assert export("--ckpt", tmp_path / "draft", "--to", "zlab", "--out", tmp_path / "zlab") == 0
-    whole, _, _ = drafts.load_draft(str(tmp_path / "zlab"), None, TINY, store, tmp_path)
+    whole, _, _ = drafts.load_draft(str(tmp_path / "zlab"), None, TINY, no_store, tmp_path)
     assert whole.spec == dataclasses.replace(draft.spec, draft_vocab_size=None)
     assert all(tensor.equal(draft.state_dict()[name]) for name, tensor in whole.state_dict().items())
