@@ -230,29 +230,29 @@ def write_corpus(
     talks = [_Talk(_opening(prompt), [m for m in prompt if m["role"] == "user"]) for prompt in prompts]
     depth = 0
     while talks := [talk for talk in talks if talk.rest]:
-        contexts = []
-        for talk in talks:
-            talk.messages.append(talk.rest.pop(0))
-            talk.ids, talk.spans = encode(target, talk.messages, add_generation_prompt=True)
-            contexts.append(talk.ids)
         longest = min(config.max_length - 1, target.max_positions - config.write_response_tokens)
-        room = [i for i, ids in enumerate(contexts) if len(ids) <= longest]
-        if len(room) < len(talks):
-            say(f"corpus: {len(talks) - len(room)} prompts of more than {longest} tokens were left out")
-        going = []
+        asking, going = [], []
+        for talk in talks:
+            if talk.ask(target, longest):
+                asking.append(talk)
+            elif depth:  # as far as it got
+                yield talk.row()
+        if len(asking) < len(talks):
+            reason = f"more than {longest} tokens, or the chat template rewrites the turns before them"
+            say(f"corpus: {len(talks) - len(asking)} prompts were left out: {reason}")
         written = generate(
             target,
-            [contexts[i] for i in room],
+            [talk.ids for talk in asking],
             config.write_response_tokens,
             temperature=config.write_temperature,
             batch=config.write_batch,
             seed=(seed, 1 + depth),
             say=say,
-            what=f"corpus: {len(room)} answers",
+            what=f"corpus: {len(asking)} answers",
             journal=journal,
         )
         for place, ids in written:
-            talk = talks[room[place]]
+            talk = asking[place]
             if talk.answer(target, ids) and talk.rest:
                 going.append(talk)
             else:
@@ -476,10 +476,13 @@ def is_text(value: object) -> bool:
 
 
 def _same_words(target: Target, messages: Sequence[Message], ids: np.ndarray, spans: Sequence[tuple[int, int]]) -> bool:
-    """Whether the assistant's tokens spell the assistant's messages."""
+    """Whether the assistant's tokens spell the assistant's messages, but for what a template leaves out of the earlier
+    ones, their reasoning."""
     answers = [m["content"].strip() for m in messages if m["role"] == "assistant"]
     spelled = [target.tokenizer.decode(ids[start:end], skip_special_tokens=True).strip() for start, end in spans]
-    return answers == spelled
+    if len(answers) != len(spelled) or answers[-1:] != spelled[-1:]:
+        return False
+    return all(answer.endswith(own) and (own or not answer) for answer, own in zip(answers, spelled))
 
 
 def _prompt(messages: Sequence[Message]) -> list[Message]:
@@ -532,6 +535,20 @@ class _Talk:
     ids: list[int] = ()
     spans: list[list[int]] = ()
     finished: bool = True
+
+    def ask(self, target: Target, longest: int) -> bool:
+        """Go on with the next user turn; whether it fits, else the conversation stays as it is."""
+        messages = [*self.messages, self.rest.pop(0)]
+        try:
+            ids, spans = encode(target, messages, add_generation_prompt=True)
+        except UserError:
+            if len(messages) == len(_opening(messages)) + 1:
+                raise  # nobody's first turn can be rewritten: it is refused
+            return False
+        if len(ids) > longest:
+            return False
+        self.messages, self.ids, self.spans = messages, ids, spans
+        return True
 
     def answer(self, target: Target, ids: list[int]) -> bool:
         """Take the target's answer; whether it ended its turn."""

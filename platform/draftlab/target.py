@@ -18,6 +18,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,8 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+TODAY = datetime(2025, 1, 1)
+"""What chat templates are told when they ask for the date: else a text would have other tokens every day."""
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 """What a `KVCache` can hold; a recurrent layer, for one, can't be rewound."""
 
@@ -316,14 +319,16 @@ def load_target(config: TargetConfig) -> Target:
     device = find_device(config.device)
     source, revision = _locate(config)
     text_config = load_target_config(config)
-    # SDPA has no logit soft-capping inside attention (gemma2).
-    attention = "eager" if getattr(text_config, "attn_logit_softcapping", None) else "sdpa"
+    # SDPA has no logit soft-capping inside attention (gemma2); else it is the model's own choice, SDPA where it can.
+    attention = "eager" if getattr(text_config, "attn_logit_softcapping", None) else None
     with _reading(config.model):
         model, loading = AutoModelForCausalLM.from_pretrained(
             source, revision=revision, trust_remote_code=False, dtype=getattr(torch, config.dtype),
             attn_implementation=attention, output_loading_info=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = undated(tokenizer.chat_template)
     if loading["missing_keys"]:  # transformers fills them with random numbers
         some = ", ".join(sorted(loading["missing_keys"])[:3])
         raise UserError(f"target {config.model}: its files lack {len(loading['missing_keys'])} weights, such as {some}")
@@ -338,6 +343,11 @@ def load_target(config: TargetConfig) -> Target:
     return Target(model, tokenizer, config.model, commit or revision)
 
 
+def undated(template: str) -> str:
+    """A chat template with TODAY where it asks for the date."""
+    return re.sub(r"\bstrftime_now\((['\"])(.*?)\1\)", lambda asked: repr(TODAY.strftime(asked[2])), template)
+
+
 def load_target_config(config: TargetConfig) -> PreTrainedConfig:
     """The text configuration of the target that a run names, without its weights.
 
@@ -350,6 +360,12 @@ def load_target_config(config: TargetConfig) -> PreTrainedConfig:
     kinds = set(getattr(text_config, "layer_types", None) or ()) - ATTENTION_KINDS
     if kinds:
         raise UserError(f"target {config.model}: expected attention layers only, got {', '.join(sorted(kinds))}")
+    for needed in ("rope_parameters", "rms_norm_eps"):  # the draft's own positions and norms are such
+        if not getattr(text_config, needed, None):
+            raise UserError(f"target {config.model}: expected {needed}, {text_config.model_type} has none")
+    for shape in ("kv_lora_rank", "global_head_dim"):
+        if getattr(text_config, shape, None):
+            raise UserError(f"target {config.model}: expected keys and values of one size in all layers, got {shape}")
     for scale in ("logit_scale", "logits_scaling", "embedding_multiplier"):
         if getattr(text_config, scale, None) not in (None, 1, 1.0):
             raise UserError(f"target {config.model}: {scale} is not supported, got {text_config.model_type}")

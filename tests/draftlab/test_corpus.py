@@ -176,7 +176,7 @@ def test_prompts_that_leave_no_room_are_left_out_and_counted(tiny):
     prompts = [[user("short")], [user("long " * 40)]]
     rows = list(write_corpus(tiny, prompts, settings(), 0, lambda text, doing=None: said.append(text)))
     assert [row["messages"][0]["content"] for row in rows] == ["short"]
-    assert any("1 prompts of more than 95 tokens were left out" in text for text in said)
+    assert any("1 prompts were left out: more than 95 tokens" in text for text in said)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +228,42 @@ def test_a_template_that_rewrites_what_was_said_is_refused(tiny, monkeypatch):
     monkeypatch.setattr(tiny.tokenizer, "chat_template", template)
     with pytest.raises(UserError, match="rewrites earlier turns"):
         encode(tiny, [user("a"), assistant("b"), user("c"), assistant("d")])
+
+
+FORGETS = """{%- for m in messages -%}
+{{ '<|im_start|>' + m['role'] + '\n' }}
+{{- m['content'][3:] if m['role'] == 'assistant' and not loop.last else m['content'] }}{{ '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' + opening }}{%- endif -%}"""
+"""As templates of models that think: of earlier answers the reasoning (here three characters) is left out."""
+
+
+def test_a_template_that_leaves_out_earlier_reasoning_writes_a_corpus_that_it_reads(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", FORGETS.replace("opening", "''"))
+    config = settings(max_length=400, write_response_tokens=100)
+    prompts = [[user(f"one {i}"), user("two")] for i in range(6)]
+    rows = list(write_corpus(tiny, prompts, config, 0, quiet))
+    whole = [row for row in rows if len(row["messages"]) == 4]
+    assert whole
+    for row in whole:
+        said, spelled = row["messages"][1]["content"], tiny.tokenizer.decode(row["ids"][slice(*row["supervised"][0])])
+        assert spelled.removesuffix("<|im_end|>").strip() == said[3:].strip()
+    assert len(load(tiny, save(tmp_path / "talks.jsonl", rows), max_length=400).rows) == len(rows)
+    whole[0]["messages"][1]["content"] = "Something else."
+    with pytest.raises(UserError, match="line 1: its tokens don't spell its messages"):
+        load(tiny, save(tmp_path / "wrong.jsonl", whole), max_length=400)
+
+
+def test_a_conversation_ends_where_the_template_would_rewrite_it(tiny, tmp_path, monkeypatch):
+    """The template opens every answer with a word of its own, which it leaves out when the conversation goes on."""
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", FORGETS.replace("opening", "'<think>\n'"))
+    config, said = settings(max_length=400, write_response_tokens=100), []
+    prompts = [[user("one"), user("two")], [user("three")]]
+    rows = list(write_corpus(tiny, prompts, config, 0, lambda text, doing=None: said.append(text)))
+    assert sorted(row["messages"][0]["content"] for row in rows) == ["one", "three"]
+    assert all([m["role"] for m in row["messages"]] == ["user", "assistant"] for row in rows)
+    if all(row["finished"] for row in rows):
+        assert any("1 prompts were left out" in text and "rewrites" in text for text in said)
 
 
 def test_rows_with_and_without_ids_read_the_same(tiny, tmp_path):

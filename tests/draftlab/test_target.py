@@ -16,16 +16,19 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3NextConfig,
+    Starcoder2Config,
 )
 
 from draftlab import target as targets
@@ -60,6 +63,7 @@ ARCHITECTURES = {
     "gemma2": Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=20.0),
     "gemma3": Gemma3TextConfig(**SHAPE, **GEMMA),
     "mistral": MistralConfig(**SHAPE, sliding_window=4),
+    "gpt_oss": GptOssConfig(**SHAPE, head_dim=8, sliding_window=4, num_local_experts=4, num_experts_per_tok=2),
 }
 
 
@@ -259,6 +263,22 @@ def test_a_target_with_recurrent_layers_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "config, complaint",
+    [
+        (GPT2Config(), "expected rope_parameters, gpt2 has none"),
+        (Starcoder2Config(), "expected rms_norm_eps, starcoder2 has none"),
+        (DeepseekV3Config(), "expected keys and values of one size in all layers, got kv_lora_rank"),
+        (LlamaConfig(embedding_multiplier=2.0), "embedding_multiplier is not supported, got llama"),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_a_target_whose_shape_no_draft_can_take_is_refused_without_its_weights(tmp_path, config, complaint):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=complaint):
+        load_target_config(TargetConfig(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
     "name, message",
     [
         ("/no/such/place", "no such folder"),
@@ -333,7 +353,8 @@ def test_a_damaged_target_is_one_clear_line(copy, damage, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_whose_layers_stand_elsewhere_is_refused(tiny, tmp_path):
+def test_a_model_whose_layers_stand_elsewhere_is_refused(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(targets, "load_target_config", lambda _: GPT2Config())  # which refuses this one before
     tiny.tokenizer.save_pretrained(tmp_path)
     GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="expected a decoder with .layers, got GPT2LMHeadModel"):
@@ -532,6 +553,15 @@ def test_the_packaged_target_answers():
         new.append(int(target.ends.head.logits(hidden[:, -1]).argmax()))
         ids = torch.tensor([[new[-1]]])
     assert target.tokenizer.decode(new) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_a_template_that_tells_the_date_is_told_the_same_every_day(copy):
+    template = """{% set today = strftime_now("%d %B %Y") %}{{ today ~ strftime_now('%H') ~ messages[0]['content'] }}"""
+    tokenizer = AutoTokenizer.from_pretrained(copy)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(copy)
+    target = load_target(TargetConfig(model=str(copy)))
+    assert target.render([{"role": "user", "content": "!"}], tokenize=False) == f"{targets.TODAY:%d %B %Y%H}!"
 
 
 def test_a_target_without_a_chat_template_says_so(tiny):
