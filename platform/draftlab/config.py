@@ -1,6 +1,7 @@
 """The typed description of a run: defaults here, differences in YAML, dotted overrides on the command line.
 
-Every default of draftlab stands in this file and nowhere else. Unknown keys and wrong types are refused.
+Every default of a setting stands in this file; a script that starts from others says so in its docstring. Unknown
+keys and wrong types are refused.
 """
 
 from __future__ import annotations
@@ -152,11 +153,11 @@ class LossConfig(Section):
     top_k: Annotated[int, Field(ge=1)] = 10
     """K of topk_kl."""
     positions: Literal["decay", "dpace"] = "decay"
-    """Weights along the block: exponential `decay` by gamma, or D-PACE (arXiv:2605.18810): by how likely decoding is
-    to get past each slot, as the draft stands now."""
+    """Weights along the block: exponential `decay` by gamma, or D-PACE (arXiv:2605.18810): the tokens that decoding
+    may be expected to accept from the slot on, as the draft stands now."""
     gamma: Annotated[float, Field(gt=0, allow_inf_nan=True)] | Literal["tied"] = "tied"
-    """Decay length in tokens: slot k weighs exp(-(k-1)/gamma); .inf is no decay; `tied` follows block_size as
-    published (16: 7, 10: 5, 8 and 7: 4), and block_size / 2 elsewhere."""
+    """Decay length in tokens: the k-th drafted slot weighs exp(-(k-1)/gamma); .inf is no decay; `tied` follows
+    block_size as published (16: 7, 10: 5, 8 and 7: 4), and block_size / 2 elsewhere."""
     gamma_step: Annotated[float, Field(ge=0)] = 0.0
     """Added to gamma at each epoch (DFlare: 1, from 4.5)."""
     gamma_cap: Annotated[float, Field(gt=0, allow_inf_nan=True)] = math.inf
@@ -223,6 +224,9 @@ class TrainConfig(Section):
     """Largest gradient norm."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute; master weights and optimizer state are float32 always."""
+    compile: bool = False
+    """torch.compile the draft: faster steps after a first one that takes a minute longer, so for trainings of an hour
+    and more. Needs a C++ compiler."""
     eval_every: Annotated[int, Field(ge=1)] = 100
     """Steps between held-out evaluations, each with a checkpoint; the last step always has both."""
     threads: Annotated[int, Field(ge=1)] | None = None
@@ -237,7 +241,7 @@ class EvalConfig(Section):
     offline_anchors: Annotated[int, Field(ge=1)] = 16
     """Deterministic anchors of each of them."""
     prompts: Annotated[int, Field(ge=1)] = 16
-    """Held-out prompts decoded for real after training."""
+    """Prompts that are decoded for real: held-out ones after training; in evals/ of each set that names no number."""
     block_sizes: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)] | None = None
     """A sweep decodes every draft with each of these, too, and with the block size of every other trial; None is each
     with its own alone. Trials are ranked and compared by their own."""
@@ -316,7 +320,8 @@ class SearchConfig(Section):
     """What is equal for all trials: their steps; those and (by their anchors) their supervised tokens, anchors x
     drafted tokens of a block; or the training time, train.seconds."""
     rank_by: str = "speedup"
-    """The metric by which trials are ranked and compared."""
+    """The metric by which trials are ranked and compared: speedup, speedup_end_to_end, acceptance_length or
+    acceptance_length_macro."""
     baseline: str | None = None
     """The arm (a trial's name without its seed) that the others are compared with; None is the script's own, or where
     there is no such arm the best."""

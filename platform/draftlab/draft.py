@@ -186,25 +186,34 @@ class RMSNorm(nn.Module):
         return (y * self.weight.float()).to(x.dtype)
 
 
-@cache
-def _inverse_frequencies(rope: tuple[tuple[str, Any], ...], head_dim: int, max_positions: int) -> tuple[Tensor, float]:
-    parameters = {key: list(value) if isinstance(value, tuple) else value for key, value in rope}
+Rope = tuple[Tensor, float]
+"""Of a rotary embedding: its frequencies (rotated size / 2,) in radians a position, and what cosine and sine are scaled
+by."""
+
+
+def rope_of(spec: DraftSpec) -> Rope:
+    """The target's rotary embedding.
+
+    Raises:
+        Exception: of whatever kind transformers has for parameters that its kind of rope can't use.
+    """
+    parameters, width = dict(spec.rope_parameters), spec.head_dim
     kind = parameters.get("rope_type", "default")
-    if kind == "default":
-        size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-        exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
-        return parameters["rope_theta"] ** -exponent, 1.0
-    config = LlamaConfig(
-        head_dim=head_dim, num_attention_heads=1, hidden_size=head_dim, max_position_embeddings=max_positions,
-        rope_parameters=parameters,
-    )
-    return ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
+    with torch.device("cpu"):  # whatever device a draft is being made on
+        if kind == "default":
+            size = int(width * parameters.get("partial_rotary_factor", 1.0))
+            exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
+            return parameters["rope_theta"] ** -exponent, 1.0
+        config = LlamaConfig(
+            head_dim=width, num_attention_heads=1, hidden_size=width, rope_parameters=parameters,
+            max_position_embeddings=spec.max_position_embeddings,
+        )  # fmt: skip
+        return ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
 
 
-def rotary(spec: DraftSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the target's rotary embedding: positions (...) -> two (..., rotated size) in float32."""
-    rope = tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in spec.rope_parameters.items()))
-    frequencies, scaling = _inverse_frequencies(rope, spec.head_dim, spec.max_position_embeddings)
+def rotary(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine at positions (...), two (..., rotated size) in float32."""
+    frequencies, scaling = rope
     angles = positions[..., None].float() * frequencies.to(positions.device)
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos() * scaling, angles.sin() * scaling
@@ -366,6 +375,7 @@ class Draft(nn.Module):
         super().__init__()
         self.spec = spec
         self.attention = attention
+        self.rope = rope_of(spec)
         taps = len(spec.target_layer_ids)
         if self._projects:
             self.fc = nn.Linear(taps * spec.target_hidden_size, spec.hidden_size, bias=False)
@@ -450,8 +460,8 @@ class Draft(nn.Module):
         count, anchor_count, block_size, _ = embeds.shape
         attend = _backend(self.attention, features.device)(anchors, features.shape[1], block_size)
         x = embeds.flatten(1, 2)
-        here = rotary(self.spec, blocks.block_positions(anchors, block_size).flatten(1))
-        there = rotary(self.spec, torch.arange(features.shape[1], device=features.device)[None])
+        here = rotary(self.rope, blocks.block_positions(anchors, block_size).flatten(1))
+        there = rotary(self.rope, torch.arange(features.shape[1], device=features.device)[None])
         for layer, context in zip(self.layers, self.contexts(features), strict=True):
             context_kv = layer.self_attn.keys_values(context, there, context=True)
             x = layer(x, here, lambda q, k, v, kv=context_kv: attend(q, *kv, k, v))
@@ -465,7 +475,7 @@ class Draft(nn.Module):
 
     def extend(self, cache: KVCache, features: Tensor) -> None:
         """Append the features of committed tokens (N, n, T*D_target) to the cache."""
-        rope = rotary(self.spec, cache.positions(features.shape[1]))
+        rope = rotary(self.rope, cache.positions(features.shape[1]))
         for layer, context, kept in zip(self.layers, self.contexts(features), cache.layers, strict=True):
             k, v = layer.self_attn.keys_values(context, rope, context=True)
             kept.update(k.transpose(1, 2), v.transpose(1, 2))
@@ -484,7 +494,7 @@ class Draft(nn.Module):
         positions, mask = cache.positions(size), None
         if cache.behind is not None:
             mask = torch.arange(cache.length + size, device=embeds.device) <= positions[:, None, None, -1:]
-        rope, x = rotary(self.spec, positions), embeds
+        rope, x = rotary(self.rope, positions), embeds
         for layer, kept in zip(self.layers, cache.layers, strict=True):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, kept: CacheLayerMixin = kept) -> Tensor:

@@ -54,7 +54,8 @@ def conditional_acceptance(traces: Sequence[Trace], block_size: int) -> np.ndarr
     let it not be verified (`Round.drafted`).
 
     Args:
-        block_size: B, the block size that the traces were decoded with.
+        block_size: B, the tokens that a round may commit: one more than it drafts. The traces' block size, or in the
+            layout `next` one more.
 
     Returns:
         (B-1,) one value a drafted slot, slot 1 first; NaN where no round came that far.
@@ -164,7 +165,7 @@ def speedup_of_calls(acceptance_length: float, times: Mapping[str, float]) -> fl
 
 
 def verified_tokens(traces: Sequence[Trace]) -> float:
-    """Mean drafted tokens that a round verified with something at stake: B-1, less where a text ends or by schedule."""
+    """Mean drafted tokens that a round verified with something at stake: all, less where a text ends or by schedule."""
     drafted = _rounds(traces)[0]
     return float(drafted.mean()) if len(drafted) else float("nan")
 
@@ -224,22 +225,22 @@ def difference(statistic: Callable[[np.ndarray], np.ndarray | float], width: int
 def offline_committed(correct: np.ndarray, valid: np.ndarray) -> np.ndarray:
     """Tokens that a round would commit at each anchor, without decoding: the leading correct run, and the bonus token.
 
-    A masked slot ends the text, as in decoding: it stops the run, and no bonus token follows a run that it stopped.
+    The text ends, as in decoding, where a token isn't there: nothing is committed from it on, no bonus token either.
 
     Args:
-        correct: (..., B-1) bool, the drafted slot's most likely token is the text's own.
-        valid: (..., B-1) bool, the slot's label is supervised and inside the sequence.
+        correct: (..., n) bool, the drafted slot's most likely token is the text's own.
+        valid: (..., n + 1) bool, the slot's label, and last the token behind the block, is supervised and inside the
+            sequence.
 
     Returns:
-        (...) int; 0 where the first slot is masked (no anchor there).
+        (...) int; 0 where the first slot's label isn't there (no anchor).
     """
     correct, valid = np.asarray(correct, bool), np.asarray(valid, bool)
-    if correct.shape != valid.shape:
-        raise ValueError(f"correct and valid must have one shape, got {correct.shape} and {valid.shape}")
-    run = np.logical_and.accumulate(correct & valid, axis=-1).sum(-1)
-    room = np.logical_and.accumulate(valid, axis=-1).sum(-1)
-    bonus = (run < room) | (room == valid.shape[-1])
-    return np.where(room > 0, run + bonus, 0)
+    if (*correct.shape[:-1], correct.shape[-1] + 1) != valid.shape:
+        raise ValueError(f"valid must be one longer than correct, got {correct.shape} and {valid.shape}")
+    run = np.logical_and.accumulate(correct, axis=-1).sum(-1)
+    left = np.logical_and.accumulate(valid, axis=-1).sum(-1)
+    return np.minimum(run + 1, left)
 
 
 def offline_acceptance(correct: np.ndarray, valid: np.ndarray) -> tuple[int, int]:
@@ -253,8 +254,8 @@ def offline_acceptance(correct: np.ndarray, valid: np.ndarray) -> tuple[int, int
 
 def offline_slot_counts(correct: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """`slot_counts` of all anchors, as if each began a round. Arguments as in `offline_committed`."""
-    at_stake = np.cumprod(valid, axis=-1, dtype=int).reshape(-1, valid.shape[-1])
-    through = np.cumprod(correct, axis=-1, dtype=int).reshape(-1, valid.shape[-1]) * at_stake
+    at_stake = np.cumprod(valid[..., :-1], axis=-1, dtype=int).reshape(-1, correct.shape[-1])
+    through = np.cumprod(correct, axis=-1, dtype=int).reshape(at_stake.shape) * at_stake
     before = np.hstack([np.ones_like(through[:, :1]), through[:, :-1]])
     return through.sum(0), (before * at_stake).sum(0)
 

@@ -14,7 +14,7 @@ from draftlab.decode import Trace
 from draftlab.draft import Draft
 from draftlab.features import Batch
 from draftlab.target import Target
-from draftlab.train import leading_correct, make_blocks
+from draftlab.train import labels_there, leading_correct, make_blocks
 
 ANCHORS_AT_ONCE = 64
 
@@ -40,13 +40,13 @@ def committed_everywhere(
     spec, found = replace(draft.spec, block_size=block_size), []
     everywhere = blocks.position_weights(block_size, math.inf, spec.first_slot)
     for anchors in torch.arange(len(prompt), ids.shape[1], device=ids.device)[None].split(ANCHORS_AT_ONCE, dim=1):
-        part = make_blocks(batch, anchors, torch.ones_like(anchors, dtype=torch.bool), spec, everywhere)
+        every = torch.ones_like(anchors, dtype=torch.bool)
+        part = make_blocks(batch, anchors, every, spec, everywhere)
         hidden = draft(features, target.ends.embedding(part.tokens), anchors)
         latents = None if spec.markov_head is None else draft.markov_head(hidden, part.previous)
         correct = leading_correct(hidden, part, draft, draft.head(target.ends.head), ANCHORS_AT_ONCE, latents)
-        found.append(metrics.offline_committed(correct, part.weights[..., spec.first_slot :].cpu().numpy() > 0)[0])
-    left = np.arange(len(answer))[::-1]  # a block that the answer ends with has no bonus token behind it
-    return np.minimum(np.concatenate(found), left)
+        found.append(metrics.offline_committed(correct, labels_there(batch, anchors, every, spec))[0])
+    return np.concatenate(found)
 
 
 def agreement(

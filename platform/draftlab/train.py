@@ -7,6 +7,7 @@ workers or another accumulation sees the same data and the same anchors.
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -142,7 +143,7 @@ def check(run: Run, target: PreTrainedConfig) -> tuple[int, ...]:
         UserError: it can't, by what is known without the target's weights.
     """
     if run.cluster.address == "local":  # elsewhere the workers may have a GPU that the driver lacks
-        _check_attention(run, find_device(run.target.device))
+        _check_machine(run, find_device(run.target.device))
     if run.draft.block_size > run.corpus.max_length:
         raise UserError(
             f"draft.block_size: expected at most corpus.max_length={run.corpus.max_length}, got {run.draft.block_size}"
@@ -156,9 +157,12 @@ def check(run: Run, target: PreTrainedConfig) -> tuple[int, ...]:
     return spec.target_layer_ids
 
 
-def _check_attention(run: Run, device: torch.device) -> None:
+def _check_machine(run: Run, device: torch.device) -> None:
     if run.draft.attention == "flex" and device.type == "cpu":
         raise UserError("draft.attention=flex: can't be trained on a CPU, expected auto, split or dense")
+    compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
+    if run.train.compile and not any(map(shutil.which, compilers)):
+        raise UserError(f"train.compile=true: needs a C++ compiler, and there is no {' or '.join(compilers)}")
 
 
 def frequent_tokens(corpus: Corpus, count: int, vocab_size: int) -> tuple[int, ...]:
@@ -179,7 +183,7 @@ def learning_rate(step: float, config: TrainConfig) -> float:
     """
     warmup = round(config.warmup * config.steps)
     if step < warmup:
-        return config.lr * (step + 1) / warmup
+        return config.lr * min(1.0, (step + 1) / warmup)
     if config.schedule == "cosine":
         progress = (step - warmup) / max(config.steps - warmup, 1)
         return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
@@ -278,7 +282,7 @@ class _Loop:
         self.main = rank == 0
         target = load_target(run.target)
         self.device = target.device
-        _check_attention(run, self.device)
+        _check_machine(run, self.device)
         spec = adapt(target.config, run.draft, target.mask_token_id)
         self.data = self._open(target, spec)
         self.draft = Draft(spec, run.draft.attention)
@@ -292,8 +296,9 @@ class _Loop:
         self.ends: Ends = target.ends
         self.draft.to(self.device)
         self.head = self.draft.head(self.ends.head)
-        self.model = DistributedDataParallel(self.draft, broadcast_buffers=False) if world_size > 1 else self.draft
         config = run.train
+        model = torch.compile(self.draft, dynamic=True) if config.compile else self.draft
+        self.model = DistributedDataParallel(model, broadcast_buffers=False) if world_size > 1 else model
         self.optimizer = torch.optim.AdamW(
             self.draft.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay,
             fused=True,
@@ -499,7 +504,7 @@ class _Loop:
             hidden = self._hidden(self.draft, part)
             latents = None if spec.markov_head is None else self._latents(hidden, part)
             correct = leading_correct(hidden, part, self.draft, self.head, self.run.loss.chunk_rows, latents)
-            valid = part.weights[..., spec.first_slot :].cpu().numpy() > 0
+            valid = labels_there(batch, anchors, valid, spec)
             totals[:, 0] += metrics.offline_acceptance(correct, valid)
             totals[:, 1:] += metrics.offline_slot_counts(correct, valid)
             answers = self.head.rows(batch.ids[batch.supervised])[1]
@@ -571,6 +576,14 @@ def leading_correct(
         right[alive] = guess == part.labels[:, :, slot][alive]
         correct[..., slot] = alive = right
     return correct[..., part.first :].cpu().numpy()
+
+
+def labels_there(batch: Batch, anchors: Tensor, valid: Tensor, spec: DraftSpec) -> np.ndarray:
+    """(N, A, drafted tokens + 1) bool: is each drafted slot's label, and last the token behind the block, supervised
+    and inside the sequence? As `metrics.offline_committed` takes it."""
+    text = batch.ids, batch.supervised, batch.lengths
+    _, mask = blocks.block_labels(*text, anchors, valid, spec.block_size + 1, spec.first_slot)
+    return mask[..., spec.first_slot :].cpu().numpy()
 
 
 def _coverage(part: Blocks) -> tuple[int, int]:

@@ -256,7 +256,7 @@ def test_transformers_reads_the_config_as_a_qwen3_with_the_same_rope(tmp_path):
     positions = torch.arange(500)[None]
     cos, sin = Qwen3RotaryEmbedding(theirs)(torch.zeros(1), positions)
     draft, _ = checkpoint.load(tmp_path)
-    torch.testing.assert_close(rotary(draft.spec, positions), (cos, sin), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(rotary(draft.rope, positions), (cos, sin), rtol=1e-5, atol=2e-5)
 
 
 def test_the_resolved_run_and_the_provenance_stand_beside_the_weights(saved):
@@ -272,7 +272,7 @@ def test_the_resolved_run_and_the_provenance_stand_beside_the_weights(saved):
 
 
 def test_a_reloaded_draft_gives_the_same_logits(saved):
-    before, (after, info) = little_draft(), checkpoint.load(saved)
+    before, (after, _) = little_draft(), checkpoint.load(saved)
     assert after.spec == before.spec
     generator = torch.Generator().manual_seed(0)
     features, embeds = torch.randn(2, 9, 48, generator=generator), torch.randn(2, 3, 4, 24, generator=generator)

@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply
 
 from draftlab import blocks, config
 from draftlab.config import DraftConfig
-from draftlab.draft import Draft, adapt, choose_layer_ids, rotary, rotate, uniform_layer_ids
+from draftlab.draft import Draft, adapt, choose_layer_ids, rope_of, rotary, rotate, uniform_layer_ids
 from draftlab.errors import UserError
 
 WIDTH, TAPS, VOCABULARY = 24, (0, 2), 50
@@ -376,7 +376,7 @@ def test_the_rope_is_the_targets_own(kind):
     positions = torch.tensor([[0, 1, 2, 17, 127, 128, 129, 400, 511]])
     extra = ("full_attention",) if kind == "gemma3 global" else ()
     cos, sin = module(target)(torch.zeros(1), positions, *extra)
-    ours = rotary(spec, positions)
+    ours = rotary(rope_of(spec), positions)
     torch.testing.assert_close(ours, (cos, sin), rtol=1e-5, atol=2e-5)
 
 
@@ -607,7 +607,7 @@ def test_more_context_than_the_cache_holds_is_an_error():
 def test_a_partial_rope_decodes_as_it_was_trained():
     target = llama(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 2 / 3})
     draft = random_draft(target=target)
-    assert rotary(draft.spec, torch.tensor([3]))[0].shape == (1, 4)
+    assert rotary(draft.rope, torch.tensor([3]))[0].shape == (1, 4)
     features, embeds, _ = inputs(1, 9, 1, 4)
     hidden = draft(features, embeds, torch.tensor([[6]]))
     cache = draft.start(9)

@@ -207,18 +207,17 @@ def test_a_paired_difference_is_narrower_than_the_spread_between_prompts():
 def committed_by_decoding(correct, valid):
     """A round replayed: drafted tokens are accepted until one is wrong; where the text is over, nothing follows."""
     committed = 0
-    for right, exists in zip(correct, valid):
+    for right, exists in zip([*correct, False], valid):  # behind the last drafted token is the target's own
         if not exists:
             return committed
         committed += 1
         if not right:
             return committed  # the target's own token instead
-    return committed + 1
 
 
 def test_offline_acceptance_equals_replayed_rounds_for_every_pattern():
-    patterns = list(itertools.product([False, True], repeat=4))
-    pairs = [(c, v) for c in patterns for v in patterns]
+    some, more = (list(itertools.product([False, True], repeat=count)) for count in (4, 5))
+    pairs = [(c, v) for c in some for v in more]
     expected = [committed_by_decoding(c, v) for c, v in pairs]
     correct, valid = np.array([c for c, _ in pairs]), np.array([v for _, v in pairs])
     assert metrics.offline_committed(correct, valid).tolist() == expected
@@ -227,21 +226,21 @@ def test_offline_acceptance_equals_replayed_rounds_for_every_pattern():
 
 def test_offline_acceptance_is_additive_and_ignores_the_shape():
     rng = np.random.default_rng(0)
-    correct, valid = rng.random((2, 6, 5, 7)) < np.array([0.7, 0.9])[:, None, None, None]
+    correct, valid = rng.random((6, 5, 7)) < 0.7, rng.random((6, 5, 8)) < 0.9
     whole = metrics.offline_acceptance(correct, valid)
     parts = [metrics.offline_acceptance(correct[i], valid[i]) for i in range(6)]
     assert whole == (sum(p[0] for p in parts), sum(p[1] for p in parts))
 
 
 def test_a_masked_hole_truncates_the_run_and_is_not_skipped():
-    correct, valid = np.array([True, True, True, True]), np.array([True, False, True, True])
+    correct, valid = np.array([True, True, True]), np.array([True, False, True, True])
     assert metrics.offline_acceptance(correct, valid) == (1, 1)
 
 
 def test_offline_acceptance_takes_torch_tensors_and_refuses_other_shapes():
-    assert metrics.offline_acceptance(torch.tensor([[True, False]]), torch.tensor([[True, True]])) == (2, 1)
-    with pytest.raises(ValueError, match="one shape"):
-        metrics.offline_acceptance(np.ones((2, 3)), np.ones((1, 3)))
+    assert metrics.offline_acceptance(torch.tensor([[True, False]]), torch.tensor([[True] * 3])) == (2, 1)
+    with pytest.raises(ValueError, match="one longer"):
+        metrics.offline_acceptance(np.ones((2, 3)), np.ones((2, 3)))
 
 
 def test_the_serving_walk_restarts_where_the_accepted_run_ended():

@@ -184,6 +184,12 @@ def test_flex_attention_is_not_trained_on_a_cpu(prepared, tmp_path):
         trained(flex, prepared, tmp_path)
 
 
+def test_compiling_needs_a_compiler(prepared, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match="train.compile=true: needs a C\\+\\+ compiler, and there is no no-such-compiler"):
+        trained(RUN.replace({"train.compile": True}), prepared, tmp_path)
+
+
 @pytest.mark.parametrize(
     "override, said",
     [
@@ -230,6 +236,12 @@ def test_the_learning_rate_rises_and_then_takes_the_schedules_shape(schedule):
             expected = lr
         assert rates[step] == pytest.approx(expected)
     assert min(rates) > 0 and max(rates) == lr
+
+
+def test_between_two_steps_the_learning_rate_is_never_above_its_peak():
+    """Where time counts, a step is a fraction."""
+    setting = TrainConfig(steps=30, lr=0.5, warmup=0.1)
+    assert max(train.learning_rate(step, setting) for step in np.linspace(0, 5, 501)) == 0.5
 
 
 def test_a_single_step_has_the_full_learning_rate():
@@ -663,7 +675,8 @@ def test_heldout_acceptance_equals_a_loop_over_anchors(prepared, corpus, target,
 
     A token outside its vocabulary can't be guessed, and counts as missed.
     """
-    run = RUN.replace({"train.steps": 80, "train.eval_every": 80, "train.lr": 0.01, "train.anchors": 16, "draft.vocab": vocab})
+    run = RUN.replace({"train.steps": 80, "train.eval_every": 80, "train.lr": 0.01, "train.anchors": 16})
+    run = run.replace({"draft.vocab": vocab})
     rows, known = prepared.train_rows[:8], train.frequent_tokens(corpus, vocab or 0, target.vocab_size)
     prepared = dataclasses.replace(prepared, train_rows=rows, heldout_rows=rows, vocabulary=known)
     done = trained(run, prepared, tmp_path)
@@ -689,7 +702,7 @@ def test_heldout_acceptance_equals_a_loop_over_anchors(prepared, corpus, target,
                     break
                 survived[run] += 1
                 run += 1
-            follows = run + 1 == size or (a + run + 1 < len(ids) and supervised[a + run + 1])
+            follows = a + run + 1 < len(ids) and supervised[a + run + 1]
             committed.append(run + follows)  # the bonus token, unless the text ended with the run
     metrics = done.metrics[-1]
     assert 1.5 < metrics["heldout_acceptance_length"] < size
@@ -755,6 +768,13 @@ def test_a_batch_without_a_valid_slot_contributes_nothing_and_is_counted(target,
 @pytest.mark.parametrize("accumulation", [2, 4])
 def test_accumulation_gives_the_same_curve(base, prepared, tmp_path, accumulation):
     assert_same_curve(trained(RUN.replace({"train.accumulation": accumulation}), prepared, tmp_path), base)
+
+
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="no C++ compiler")
+def test_a_compiled_draft_gives_the_same_curve(base, prepared, tmp_path):
+    compiled = trained(RUN.replace({"train.compile": True}), prepared, tmp_path)
+    assert_same_curve(compiled, base)
+    assert compiled.weights(RUN.train.steps).keys() == base.weights(RUN.train.steps).keys()
 
 
 def start(folder, run, prepared, rank=0, world_size=1, dies_at=0):
