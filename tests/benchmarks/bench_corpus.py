@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def ours() -> tuple[list[list[int]], float]:
         began = now()
         found = corpus.generate(
-            target, contexts, args.tokens, temperature=0, batch=run.corpus.write_batch, seed=(run.seed,), say=quiet, what=""
+            target, contexts, args.tokens, temperature=0, batch=run.corpus.write_batch, seed=(run.seed,), say=quiet,
+            what="",
         )
         answers = dict(found)
         return [answers[i] for i in range(len(contexts))], now() - began
@@ -55,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     (answers, _), (expected, _) = found["draftlab"][0], found["generate"][0]
     other = sum(ours != theirs for ours, theirs in zip(answers, expected, strict=True))
     tokens = sum(map(len, answers))
-    print(f"{len(contexts)} prompts of {min(map(len, contexts))} to {max(map(len, contexts))} tokens, {tokens} new tokens, "
-          f"greedy; medians of {args.rounds} rounds")  # fmt: skip
+    print(f"{len(contexts)} prompts of {min(map(len, contexts))} to {max(map(len, contexts))} tokens, {tokens} new "
+          f"tokens, greedy; medians of {args.rounds} rounds")  # fmt: skip
     rates = {name: sum(map(len, rounds[0][0])) / median(spent for _, spent in rounds) for name, rounds in found.items()}
     for name, rate in rates.items():
         print(f"{name:10} {rate:8.1f} tokens/s {rate / rates['generate']:7.2f}x of generate")

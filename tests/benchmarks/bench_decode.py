@@ -5,9 +5,10 @@ verifies as the authors' code does, with DynamicCache, cropped after each round;
 accept. It has the same draft, so in float32 the same rounds. And how much of our round is in no forward at all? All
 take turns in one process.
 
-Run:    python tests/benchmarks/bench_decode.py --ckpt CKPT
+Run:    python tests/benchmarks/bench_decode.py --ckpt FOLDER
         python tests/benchmarks/bench_decode.py target.dtype=float32 draft.block_size=16
-        python tests/benchmarks/bench_decode.py --ckpt CKPT --device cuda
+        python tests/benchmarks/bench_decode.py --ckpt FOLDER --device cuda
+    FOLDER is a checkpoint of a dflash draft, .../trials/<name>/draft.
 Cost:   about four minutes on two idle CPU cores.
 Exit:   1 when decoding by the target alone takes over 5 % longer than `generate` (ratio of medians), in float32 when
     texts or rounds differ, or when bookkeeping (all of a round that is no forward of the draft or the target, heads
@@ -49,7 +50,7 @@ ALLOWED = 1.05
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser(__doc__)
-    options.add_argument("--ckpt", type=Path, help="folder of a draft; by default an untrained one")
+    options.add_argument("--ckpt", type=Path, help="folder of a dflash draft; by default an untrained one")
     options.add_argument("--batches", type=cli.integers, default=[1, 8], metavar="N,N,...", help="prompts at once")
     options.add_argument("--tokens", type=int, default=32, help="most new tokens of a text")
     options.add_argument("--rounds", type=int, default=3, help="times that each way decodes all prompts")
@@ -66,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         draft.reset(run.seed)
     draft = draft.to(target.device, target.dtype).eval()
     prompts = [target.chat([{"role": "user", "content": question}]) for question in QUESTIONS]
-    print(f"block size {draft.spec.block_size}, {draft.spec.num_hidden_layers} draft layers, {len(prompts)} prompts of up "
-          f"to {args.tokens} new tokens, medians of {args.rounds} rounds")  # fmt: skip
+    print(f"block size {draft.spec.block_size}, {draft.spec.num_hidden_layers} draft layers, {len(prompts)} prompts of "
+          f"up to {args.tokens} new tokens, medians of {args.rounds} rounds")  # fmt: skip
     wrong = alone(target, prompts[:2], args.tokens, args.rounds)
     for batch in args.batches:
         wrong += speculative(target, draft, prompts, batch, args.tokens, args.rounds)
@@ -101,7 +102,7 @@ def speculative(
     groups = [prompts[at : at + batch] for at in range(0, len(prompts), batch)]
     plain_draft = PlainDraft(draft, target.ends.head).to(target.device, target.dtype)
     traces: list[list[Trace]] = []
-    forwards = (target, "forward"), (draft, "propose"), (draft, "extend"), (Head, "logits"), (Head, "best")
+    forwards = (target, "forward"), (draft, "propose"), (draft, "extend"), (Head, "products"), (Head, "best")
 
     def ours() -> tuple[list[list[int]], int, float]:
         began = now()

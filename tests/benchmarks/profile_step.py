@@ -1,8 +1,8 @@
 """Where do a training step and a decoding round spend their time, and how do time and memory grow with the shape?
 
 A step and a round by part, and from there one thing at a time: context, block size, anchors, draft layers, the draft's
-vocabulary; and workers, which share the batch and the threads. Then the peak memory of a step by vocabulary and anchors,
-its logits in chunks (`loss.chunk_rows`) and all at once. Batches are random numbers of the shape; draft and texts are
+vocabulary; and workers, which share the batch and the threads. Then the peak memory of a step by vocabulary and
+anchors, its logits in chunks (`loss.chunk_rows`) and all at once. Batches are random numbers of the shape; draft and texts are
 untrained, which changes no time of a call.
 
 Run:    python tests/benchmarks/profile_step.py
@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     training, decoding, memory = steps(run, target, sizes), rounds(run, target, sizes), peaks(run, target, sizes)
     if args.device == "cpu":  # a GPU is one worker's
         training = pd.concat([training, by_workers(run, 1 if args.quick else STEPS)], ignore_index=True)
-    for title, frame in (("A training step, ms", training), ("A decoding round, ms", decoding), ("Peak memory", memory)):
+    titles = ("A training step, ms", "A decoding round, ms", "Peak memory")
+    for title, frame in zip(titles, (training, decoding, memory)):
         print(f"\n{title}\n{frame.to_string(index=False, float_format='%.1f', na_rep='')}")
     args.out.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(report.STYLE):
