@@ -1,8 +1,8 @@
 """Question: how fast should the loss weight decay along the block?
 
 Varies: the weights along the block (--decays): a number is gamma, the length of an exponential decay in tokens; inf is
-    no decay; dpace weighs each slot by how likely decoding is to get past it. The published gammas are 7 for blocks of
-    16, 5 for 10 and 4 for 8.
+    no decay; dpace weighs each slot by the tokens that decoding may be expected to accept from it on. The published
+    gammas are 7 for blocks of 16, 5 for 10 and 4 for 8.
 Run:    python experiments/sweep_decay.py draft.block_size=16 --seeds 0,1
         python experiments/sweep_decay.py --config configs/tiny.yaml --decays 1,inf,dpace
 Writes: as sweep_block_size.py, under outputs/sweep_decay/<UTC time>.

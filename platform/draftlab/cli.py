@@ -57,8 +57,9 @@ def eval_parser(doc: str | None) -> argparse.ArgumentParser:
     result.add_argument("--ckpt", action="append", required=True, help="folder, MLflow run id, models:/ URI, or hub id")
     names = "heldout, humaneval, gsm8k, math500, mbpp, mt-bench, alpaca"
     result.add_argument(
-        "--prompts", default="heldout", help=f"by comma: {names}, or .jsonl[.gz] files; :N behind one takes N of it"
-    )
+        "--prompts", default="heldout",
+        help=f"by comma: {names}, or .jsonl[.gz] files; each gives eval.prompts of its prompts, with :N behind it N",
+    )  # fmt: skip
     result.add_argument("--out", type=Path, help="results folder")
     return result
 
@@ -107,7 +108,7 @@ class Sweep:
         self.factors: dict[str, tuple[str, Values]] = {}
         self.parser = run_parser(doc)
         self.parser.set_defaults(config=None)
-        self.parser.add_argument("--out", type=Path, help="the sweep's folder; must not exist yet")
+        self.parser.add_argument("--out", type=Path, help="the sweep's folder, new or empty")
         self.parser.add_argument("--resume", type=Path, metavar="FOLDER", help="go on with an interrupted sweep")
         self.parser.add_argument("--dry-run", action="store_true", help="show the trials and what they cost, and stop")
         for flag, setting in self.FLAGS.items():

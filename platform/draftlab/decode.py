@@ -3,7 +3,8 @@
 Prompts are decoded together: rows have each their own length, accept each its own number of tokens, and leave when
 their text ends. A row's draws come from its own stream, so its text does not depend on its company.
 
-Shapes: N rows still decoded, B block size, n drafted tokens a row (B-1, or less at the limit), V vocabulary, D width.
+Shapes: N rows still decoded, B block size, n drafted tokens a row (B-1, in the layout `next` B, or less at the limit),
+V vocabulary, D width.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ class Sampling:
 class Round:
     """One draft and one verification, as one row saw it.
 
-    `drafted` counts the drafted tokens at stake: B-1, fewer where the limit or an EOS comes first, or where a schedule
-    had fewer verified. Seconds are the row's share, the call's seconds / `rows`, so that sums over prompts are
-    time on the clock.
+    `drafted` counts the drafted tokens at stake: all of the block's, fewer where the limit or an EOS comes first, or
+    where a schedule had fewer verified. Seconds are the row's share, the call's seconds / `rows`, so that sums over
+    prompts are time on the clock.
     """
 
     drafted: int

@@ -81,11 +81,11 @@ class Evaluation:
     metrics: dict[str, float]
     """Flat; `X_low` and `X_high` are the 95% interval of `X`. Unknown is NaN."""
     survival: list[float]
-    """P(the first k drafted tokens are all accepted), k = 1..b-1."""
+    """P(the first k drafted tokens are all accepted), for every drafted token of a block."""
     conditional_acceptance: list[float]
-    """P(slot k is accepted | those before it were), k = 1..b-1."""
+    """P(slot k is accepted | those before it were), for every drafted token."""
     first_failure: list[int]
-    """Rounds that failed first at slot 1..b-1, then those that accepted the whole block."""
+    """Rounds that failed first at the first, second, .. drafted token, then those that accepted the whole block."""
     breakdown: list[dict[str, Any]]
     """A row a domain, turn, bucket of context lengths and bucket of positions in the output."""
     prompts: list[dict[str, Any]]
@@ -417,15 +417,16 @@ def _by_turns(
     for decode in decoders.values():
         _attempt(decode, batches[0], min(WARM_UP_TOKENS, config.max_new_tokens))
     turns = [(repeat, number) for repeat in range(config.repeats) for number in range(len(batches))]
-    said = time.monotonic()
-    for turn, (repeat, number) in enumerate(turns, 1):
+    done, total, said = 0, len(turns) * len(decoders), time.monotonic()
+    for repeat, number in turns:
         for name in list(decoders) if (repeat + number) % 2 == 0 else list(decoders)[::-1]:
             found = _attempt(decoders[name], batches[number], config.max_new_tokens)
             for case, trace in zip(batches[number], found, strict=True):
                 traces[name][places[case.prompt, case.turn]].append(trace)
-        if time.monotonic() - said > 5 or turn == len(turns):
-            said = time.monotonic()
-            say(f"decoded {turn} of {len(turns)} {'prompts' if config.batch_size == 1 else 'batches'}")
+            done += 1
+            if time.monotonic() - said > 5 or done == total:
+                said = time.monotonic()
+                say(f"decoded {done} of {total} {'texts' if config.batch_size == 1 else 'batches of texts'}")
     return traces
 
 

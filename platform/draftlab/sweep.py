@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import shutil
 import time
@@ -545,7 +546,11 @@ def _prepare(base: Run, trials: Mapping[str, Trial], say: Say) -> train.Prepared
     def ready(target: Target, data: Corpus) -> None:
         evaluation.check(target, heldout(data, base.eval.prompts), base.eval)
 
-    return train.prepare({name: trial.run for name, trial in trials.items()}, say, ready)
+    prepared = train.prepare({name: trial.run for name, trial in trials.items()}, say, ready)
+    if torch.cuda.is_available():  # the target's place on a GPU is the workers' from here on
+        gc.collect()
+        torch.cuda.empty_cache()
+    return prepared
 
 
 def _store(base: Run, uri: str | None, say: Say) -> Store:

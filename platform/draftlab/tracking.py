@@ -1,7 +1,7 @@
 """Runs, metrics and checkpoints in MLflow; the only importer of mlflow.
 
-Everything goes through one `Store` and MLflow's client: no active run, no global state, so that the driver and the
-processes of Ray can write to the same runs. Runs are found again by a key, so that a resumed sweep continues them.
+Everything goes through one `Store` and MLflow's client: no active run, no global state, so that several drivers
+can write to one store. Runs are found again by a key, so that a resumed sweep continues them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ METRICS_AT_ONCE, PARAMS_AT_ONCE = 1000, 100
 
 
 class Store:
-    """A tracking store, opened and ready; picklable, so that Ray's processes can use it.
+    """A tracking store, opened and ready.
 
     Args:
         config: where and under which experiment.
@@ -89,19 +89,14 @@ class Store:
         uri = _absolute(config.uri or os.environ.get("MLFLOW_TRACKING_URI") or default)
         try:
             with _impatient():
-                self._attach(uri, _open(uri, config.experiment, Path(root).absolute() / "mlflow"))
+                experiment_id = _open(uri, config.experiment, Path(root).absolute() / "mlflow")
         except UserError:
             raise
         except (MlflowException, sqlalchemy.exc.SQLAlchemyError, ImportError, OSError, ValueError) as error:
             raise UserError(f"tracking.uri: no MLflow store at {_public(uri)}: {_one_line(error)}") from error
-
-    def _attach(self, uri: str, experiment_id: str) -> None:
         self.uri, self.experiment_id = uri, experiment_id
         # The registry is named too: otherwise mlflow makes a mlflow.db in the working directory for it.
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return connect, (self.uri, self.experiment_id)
 
     @property
     def ui_command(self) -> str:
@@ -418,13 +413,6 @@ class Store:
         source = self._client.get_model_version_download_uri(version.name, version.version)
         match = re.fullmatch(r"models:/(m-[0-9a-f]+)", source)
         return self._model_location(match[1]) if match else source
-
-
-def connect(uri: str, experiment_id: str) -> Store:
-    """The store that another process has opened: no check, nothing created."""
-    store = Store.__new__(Store)
-    store._attach(uri, experiment_id)
-    return store
 
 
 def _absolute(uri: str) -> str:

@@ -48,7 +48,7 @@ class Log:
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory):
-    """Four trials on Ray: with one worker, with two, one whose loss explodes, and one, of two workers, of which one is killed."""
+    """Four trials on Ray: with one worker, with two, one whose loss explodes, and one of two workers, one of them killed."""
     folder = tmp_path_factory.mktemp("sweep")
     run = config.load(config.CONFIGS / "tiny.yaml").replace({"cluster.cpus": 2, "train.eval_every": 4})
     runs = {

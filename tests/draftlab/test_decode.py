@@ -910,14 +910,14 @@ def test_fifty_prompts_are_lossless_with_every_variant_whole_or_by_schedule(targ
         opinionated(draft)
     expected = [t.tokens for t in decode_target(target, asked, 20)]
     assert expected[:5] == [generate(target, prompt, 20) for prompt in asked[:5]]
-    for schedule in (None, PLAN)[: 1 + chosen.confidence]:
+    for plan in (None, PLAN)[: 1 + chosen.confidence]:
         traces = [
             trace for at in range(0, 50, 10)
-            for trace in decode_speculative(target, draft.eval(), asked[at : at + 10], 20, schedule=schedule)
+            for trace in decode_speculative(target, draft.eval(), asked[at : at + 10], 20, schedule=plan)
         ]  # fmt: skip
         assert [t.tokens for t in traces] == expected
         drafted = {r.drafted for t in traces for r in t.rounds[:-6]}
-        assert schedule is None or len(drafted) > 2
+        assert plan is None or len(drafted) > 2
     assert metrics.acceptance_length(traces) > 1, "a draft that is never accepted tests little"
 
 
