@@ -160,9 +160,14 @@ def check(run: Run, target: PreTrainedConfig) -> tuple[int, ...]:
 def _check_machine(run: Run, device: torch.device) -> None:
     if run.draft.attention == "flex" and device.type == "cpu":
         raise UserError("draft.attention=flex: can't be trained on a CPU, expected auto, split or dense")
-    compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
-    if run.train.compile and not any(map(shutil.which, compilers)):
-        raise UserError(f"train.compile=true: needs a C++ compiler, and there is no {' or '.join(compilers)}")
+    if run.train.compile and not has_compiler():
+        wanted = os.environ.get("CXX", "g++ or clang++")
+        raise UserError(f"train.compile=true: needs a C++ compiler, and there is no {wanted}")
+
+
+def has_compiler() -> bool:
+    """Whether there is a C++ compiler, which torch.compile needs: $CXX, or a known one."""
+    return any(map(shutil.which, [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]))
 
 
 def frequent_tokens(corpus: Corpus, count: int, vocab_size: int) -> tuple[int, ...]:

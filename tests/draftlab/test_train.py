@@ -4,6 +4,7 @@ Random choices hang on (seed, epoch, row) alone, so splits, workers and a resume
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -770,11 +771,17 @@ def test_accumulation_gives_the_same_curve(base, prepared, tmp_path, accumulatio
     assert_same_curve(trained(RUN.replace({"train.accumulation": accumulation}), prepared, tmp_path), base)
 
 
-@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="no C++ compiler")
-def test_a_compiled_draft_gives_the_same_curve(base, prepared, tmp_path):
-    compiled = trained(RUN.replace({"train.compile": True}), prepared, tmp_path)
-    assert_same_curve(compiled, base)
-    assert compiled.weights(RUN.train.steps).keys() == base.weights(RUN.train.steps).keys()
+@pytest.mark.skipif(not train.has_compiler(), reason="no C++ compiler")
+@pytest.mark.parametrize("variant", ["dflash", "dflare", "dspark"])
+def test_a_compiled_draft_gives_the_same_curve(prepared, tmp_path, monkeypatch, variant):
+    """As torch traces and differentiates it; bench_train.py has it compile in earnest, which takes a minute."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    run = RUN.replace({"draft.variant": variant})
+    plain, compiled = (
+        trained(run.replace({"train.compile": each}), prepared, tmp_path / str(each)) for each in (False, True)
+    )
+    assert_same_curve(compiled, plain)
+    assert compiled.weights(RUN.train.steps).keys() == plain.weights(RUN.train.steps).keys()
 
 
 def start(folder, run, prepared, rank=0, world_size=1, dies_at=0):
