@@ -491,7 +491,8 @@ class _Sweep:
     def _row(self, name: str) -> dict[str, Any]:
         trial, record = self.trials[name], self.records[name]
         row = trial.values | {"trial": name, "arm": trial.arm, "seed": trial.run.seed}
-        row |= {"block_size": trial.run.draft.block_size, "gamma": trial.run.gamma}
+        gamma = math.nan if trial.run.loss.positions == "dpace" else trial.run.gamma
+        row |= {"block_size": trial.run.draft.block_size, "gamma": gamma}
         if found := record.results():
             kept = (*report.COLUMNS, *evaluation.MEASURES, "divergences")
             row |= {key: value for key, value in found.metrics.items() if key in kept}

@@ -1,9 +1,10 @@
 """How soon does a draft of the default recipe accept as much as one of the published recipe does in the end?
 
-Both train on the same conversations with all cores, and the same held-out conversations score both. The published
-recipe is the plain script of bench_train.py with the target in its loop: random weights, the whole vocabulary, a learning rate
-of 6e-4 (arXiv:2602.06036). It has --seconds to train; the default recipe has a third of that, and what it needs to
-store the target's states first is told beside it. Scoring is in neither's time.
+Both train drafts with blocks of 8 on the same conversations with all cores, and the same held-out conversations score
+both. The published recipe is the plain script of bench_train.py with the target in its loop: random weights, the whole
+vocabulary, a learning rate of 6e-4 (arXiv:2602.06036), but steps of a size for two cores, 4 sequences x 32 anchors. It
+has --seconds to train; the default recipe has a third of that, and what it needs to store the target's states first is
+told beside it. Scoring is in neither's time.
 
 Run:    python tests/benchmarks/bench_quality.py
         python tests/benchmarks/bench_quality.py --seconds 240 --seeds 0

@@ -112,11 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = start(args, SHAPE)
     if base is None:
         return 0
-    variants = {
-        "draftlab": {},
-        **({"draftlab, compiled": {"train.compile": True}} if train.has_compiler() else {}),
-        f"draftlab, vocab {args.vocab}": {"draft.vocab": args.vocab},
-    }
+    variants = {"draftlab": {}, f"draftlab, vocab {args.vocab}": {"draft.vocab": args.vocab}}
+    if train.has_compiler():
+        variants |= {f"{name}, compiled": {**some, "train.compile": True} for name, some in variants.items()}
     runs = {
         (size, name): base.replace({"draft.block_size": size, **settings})
         for size in args.block_sizes
@@ -143,7 +141,7 @@ def report(size: int, run: Run, found: dict[str, list[tuple[int, float]]]) -> No
     """One block size's table."""
     print(f"\nblock size {size}, {run.train.batch_size} sequences x {run.train.anchors} anchors: medians of "
           f"{len(found['plain'])} steps")  # fmt: skip
-    print(f"{'':28} {'ms':>7} {'supervised tokens/s':>20} {'of plain':>9} {'of in the loop':>15} {'of products':>12}")
+    print(f"{'':30} {'ms':>7} {'supervised tokens/s':>20} {'of plain':>9} {'of in the loop':>15} {'of products':>12}")
     rates = {name: [tokens / spent for tokens, spent in steps] for name, steps in found.items()}
 
     def of(name: str, other: str) -> float:
@@ -152,7 +150,7 @@ def report(size: int, run: Run, found: dict[str, list[tuple[int, float]]]) -> No
 
     seconds = {name: median(spent for _, spent in steps) for name, steps in found.items()}
     for name in found:
-        line = f"{name:28} {seconds[name] * 1e3:7.0f}"
+        line = f"{name:30} {seconds[name] * 1e3:7.0f}"
         if median(rates[name]):
             line += f" {median(rates[name]):20.0f} {of(name, 'plain'):8.2f}x {of(name, 'plain, target in the loop'):14.2f}x"
         if name.startswith("draftlab") and "vocab" not in name:
