@@ -303,7 +303,7 @@ class _Loop:
         self.head = self.draft.head(self.ends.head)
         config = run.train
         model = torch.compile(self.draft, dynamic=True) if config.compile else self.draft
-        self.model = DistributedDataParallel(model, broadcast_buffers=False) if world_size > 1 else model
+        self.model = DistributedDataParallel(model) if world_size > 1 else model
         self.optimizer = torch.optim.AdamW(
             self.draft.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay,
             fused=True,

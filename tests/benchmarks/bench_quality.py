@@ -101,7 +101,7 @@ def curve(
 
 def say_point(say: Callable[..., None], recipe: str, seed: int, seconds: float, length: float) -> None:
     """A line for a point of a curve."""
-    say(f"{recipe}, seed {seed}: {seconds:.0f} s, acceptance length {length:.2f}")
+    say(f"{recipe}, seed {seed}: {seconds:.0f} s, acceptance length {length:.2f}", doing="training")
 
 
 def first(curve: Sequence[tuple[float, float]], aim: float) -> float | None:
