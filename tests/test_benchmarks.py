@@ -1,4 +1,4 @@
-"""The benchmarks run, on the tiny target. What they measure means something only on a machine with nothing else to do."""
+"""The benchmarks run, on the tiny target. What they measure means something only on an idle machine."""
 
 import re
 from importlib import import_module

@@ -158,6 +158,14 @@ def cores() -> int:
     return count
 
 
+def memory() -> int:
+    """Bytes of memory that there are here: the machine's, or the limit of its container."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # as in `cores`
+        there = min(there, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return there
+
+
 def run_trials(
     runs: Mapping[str, Run],
     prepared: Prepared,

@@ -176,6 +176,8 @@ def dry_run(question: Question, base: Run, say: Say) -> int:
         f"{count} trials, {shares.concurrent} at once: about {seconds / 60:.0f} minutes of training, "
         f"{memory / 1e9:.1f} GB of memory, {disk / 1e9:.2f} GB of disk and at most {stored / 1e9:.2f} GB of features"
     )
+    if base.cluster.address == "local":
+        _tell_memory(max(cost.memory for cost in costs.values()), base, shares, say)
     say("estimates, without ASHA, features and decoding; nothing was started")
     return 0
 
@@ -546,12 +548,29 @@ def _prepare(base: Run, trials: Mapping[str, Trial], say: Say) -> train.Prepared
 
     def ready(target: Target, data: Corpus) -> None:
         evaluation.check(target, heldout(data, base.eval.prompts), base.eval)
+        if base.cluster.address == "local":
+            shares, device = cluster.share_here(base, len(trials)), target.device
+            costs = [search.cost(trial.run, target.config, 1.0, device) for trial in trials.values()]
+            _tell_memory(max(cost.memory for cost in costs), base, shares, say)
 
     prepared = train.prepare({name: trial.run for name, trial in trials.items()}, say, ready)
     if torch.cuda.is_available():  # the target's place on a GPU is the workers' from here on
         gc.collect()
         torch.cuda.empty_cache()
     return prepared
+
+
+def _tell_memory(worker: float, base: Run, shares: cluster.Shares, say: Say) -> None:
+    """Say so where the trials are not expected to fit: `worker` bytes are the largest trial's, of one worker."""
+    if shares.gpus:
+        needed, there = worker / min(1.0, shares.gpus), torch.cuda.get_device_properties(0).total_memory
+    else:
+        needed, there = worker * base.train.workers * shares.concurrent, cluster.memory()
+    if needed > there:
+        say(
+            f"MEMORY: the largest trials are expected to need {needed / 1e9:.1f} GB and there are {there / 1e9:.1f}; "
+            "fewer anchors, more train.accumulation or fewer at once (cluster.max_concurrent) need less"
+        )
 
 
 def _store(base: Run, uri: str | None, say: Say) -> Store:

@@ -2,8 +2,8 @@
 
 A step and a round by part, and from there one thing at a time: context, block size, anchors, draft layers, the draft's
 vocabulary; and workers, which share the batch and the threads. Then the peak memory of a step by vocabulary and
-anchors, its logits in chunks (`loss.chunk_rows`) and all at once. Batches are random numbers of the shape; draft and texts are
-untrained, which changes no time of a call.
+anchors, its logits in chunks (`loss.chunk_rows`) and all at once. Batches are random numbers of the shape; draft and
+texts are untrained, which changes no time of a call.
 
 Run:    python tests/benchmarks/profile_step.py
         python tests/benchmarks/profile_step.py --out outputs/profile draft.block_size=16

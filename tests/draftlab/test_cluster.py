@@ -48,7 +48,7 @@ class Log:
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory):
-    """Four trials on Ray: with one worker, with two, one whose loss explodes, and one of two workers, one of them killed."""
+    """Four trials on Ray: one worker, two, one whose loss explodes, and two of which one is killed."""
     folder = tmp_path_factory.mktemp("sweep")
     run = config.load(config.CONFIGS / "tiny.yaml").replace({"cluster.cpus": 2, "train.eval_every": 4})
     runs = {
@@ -169,7 +169,10 @@ def test_a_worker_gets_a_gpu_where_there_are_some_and_the_target_may_use_them(ti
 
 @pytest.mark.parametrize(
     "workers, node, complaint",
-    [(4, Node(2), "4 workers with a core each don't fit, there are 2 cores"), (2, Node(8, 1), "a core and 1 GPUs each")],
+    [
+        (4, Node(2), "4 workers with a core each don't fit, there are 2 cores"),
+        (2, Node(8, 1), "a core and 1 GPUs each"),
+    ],
 )
 def test_a_machine_that_is_too_small_is_refused(tiny_run, workers, node, complaint):
     with pytest.raises(UserError, match=complaint):
