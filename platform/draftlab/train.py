@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -161,13 +162,16 @@ def _check_machine(run: Run, device: torch.device) -> None:
     if run.draft.attention == "flex" and device.type == "cpu":
         raise UserError("draft.attention=flex: can't be trained on a CPU, expected auto, split or dense")
     if run.train.compile and not has_compiler():
-        wanted = os.environ.get("CXX", "g++ or clang++")
-        raise UserError(f"train.compile=true: needs a C++ compiler, and there is no {wanted}")
+        raise UserError(f"train.compile=true: needs a C++ compiler, and there is no {_compiler()}")
 
 
 def has_compiler() -> bool:
-    """Whether there is a C++ compiler, which torch.compile needs: $CXX, or a known one."""
-    return any(map(shutil.which, [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]))
+    """Whether there is the C++ compiler that torch.compile uses."""
+    return shutil.which(_compiler()) is not None
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
 def frequent_tokens(corpus: Corpus, count: int, vocab_size: int) -> tuple[int, ...]:
