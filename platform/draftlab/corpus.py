@@ -239,7 +239,8 @@ def write_corpus(
                 yield talk.row()
         if len(asking) < len(talks):
             reason = f"more than {longest} tokens, or the chat template rewrites the turns before them"
-            say(f"corpus: {len(talks) - len(asking)} prompts were left out: {reason}")
+            what = "conversations end before their next turn" if depth else "prompts were left out"
+            say(f"corpus: {len(talks) - len(asking)} {what}: {reason}")
         written = generate(
             target,
             [talk.ids for talk in asking],

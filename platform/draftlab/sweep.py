@@ -569,7 +569,8 @@ def _tell_memory(worker: float, base: Run, shares: cluster.Shares, say: Say) -> 
     if needed > there:
         say(
             f"MEMORY: the largest trials are expected to need {needed / 1e9:.1f} GB and there are {there / 1e9:.1f}; "
-            "fewer anchors, more train.accumulation or fewer at once (cluster.max_concurrent) need less"
+            "less is needed by fewer anchors, smaller batches or more train.accumulation, shorter texts "
+            "(corpus.max_length) or fewer trials at once"
         )
 
 

@@ -345,7 +345,8 @@ def load_target(config: TargetConfig) -> Target:
 
 def undated(template: str) -> str:
     """A chat template with TODAY where it asks for the date."""
-    return re.sub(r"\bstrftime_now\((['\"])(.*?)\1\)", lambda asked: repr(TODAY.strftime(asked[2])), template)
+    call = r"\bstrftime_now\s*\(\s*(?:format\s*=\s*)?(['\"])(.*?)\1\s*\)"
+    return re.sub(call, lambda asked: repr(TODAY.strftime(asked[2])), template)
 
 
 def load_target_config(config: TargetConfig) -> PreTrainedConfig:

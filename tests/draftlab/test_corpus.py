@@ -263,7 +263,7 @@ def test_a_conversation_ends_where_the_template_would_rewrite_it(tiny, tmp_path,
     assert sorted(row["messages"][0]["content"] for row in rows) == ["one", "three"]
     assert all([m["role"] for m in row["messages"]] == ["user", "assistant"] for row in rows)
     if all(row["finished"] for row in rows):
-        assert any("1 prompts were left out" in text and "rewrites" in text for text in said)
+        assert any("1 conversations end before" in text and "rewrites" in text for text in said)
 
 
 def test_rows_with_and_without_ids_read_the_same(tiny, tmp_path):

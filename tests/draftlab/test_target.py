@@ -556,7 +556,8 @@ def test_the_packaged_target_answers():
 
 
 def test_a_template_that_tells_the_date_is_told_the_same_every_day(copy):
-    template = """{% set today = strftime_now("%d %B %Y") %}{{ today ~ strftime_now('%H') ~ messages[0]['content'] }}"""
+    template = """{% set today = strftime_now("%d %B %Y") %}{{ today ~ strftime_now( format='%H' ) }}"""
+    template += "{{ messages[0]['content'] }}"
     tokenizer = AutoTokenizer.from_pretrained(copy)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(copy)
