@@ -10,8 +10,8 @@ Run:    python evals/acceptance.py --ckpt CKPT
     CKPT is a checkpoint folder, an MLflow run id or models:/ URI, or the hub id of a published DFlash draft. Several
     --ckpt with --block-sizes give the table of trained by decoded block size. The configuration is the first
     checkpoint's own (a published draft has none), unless --config gives another; but the store is that of tracking.uri
-    here, whatever the training's was. Of a confidence head the calibration
-    error (ECE), AUC and Brier score are told; eval.schedule=confidence has it choose how much of a block is verified.
+    here, whatever the training's was. Of a confidence head the calibration error (ECE), AUC and Brier score are told;
+    eval.schedule=confidence has it choose how much of a block is verified.
 Writes: results.json, breakdown.csv (by domain, turn, context length and position), traces.jsonl and figures under --out
     (default outputs/acceptance/<UTC time>), and an MLflow run with the same, linked to the checkpoint's training run.
 Cost:   two decodings of each prompt; about 2 minutes for the default 16 prompts on two CPU cores.

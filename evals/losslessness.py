@@ -1,10 +1,10 @@
 """Question: is speculative decoding with this draft what the target alone writes: word for word, or, sampled, as often?
 
-Varies: nothing. Greedy: the first turn of each prompt is decoded speculatively and by
-    transformers' `generate`. Sampled at temperature 1,
-    in both modes: the tiny target's exact probabilities against the frequencies of --draws texts (chi-square), and the
-    checkpoint's target alone against speculative decoding, --samples texts each (two-sample chi-square). A rule that is
-    broken on purpose, which replaces rejected tokens from q instead of the residual, has to fail the first test.
+Varies: nothing. Greedy: the first turn of each prompt is decoded speculatively and by transformers' `generate`. Sampled
+    at temperature 1, in both modes: the tiny target's exact probabilities against the frequencies of --draws texts
+    (chi-square), and the checkpoint's target alone against speculative decoding, --samples texts each (two-sample
+    chi-square). A rule that is broken on purpose, which replaces rejected tokens from q instead of the residual, has to
+    fail the first test.
 Run:    python evals/losslessness.py --ckpt CKPT
         python evals/losslessness.py --ckpt CKPT --dtype bfloat16 --prompts humaneval:20 eval.max_new_tokens=32
         python evals/losslessness.py --ckpt CKPT eval.schedule=confidence

@@ -289,7 +289,10 @@ def test_a_dry_run_shows_the_trials_and_their_cost_and_does_nothing(script, tmp_
 @pytest.mark.parametrize(
     "wrong, complaint",
     [
-        ("eval.schedule=confidence", "trial num_hidden_layers_1: eval.schedule=confidence: needs draft.confidence"),
+        (
+            "eval.schedule=confidence",
+            "trial num_hidden_layers_1: eval.schedule=confidence: needs draft.confidence=true",
+        ),
         ("corpus.max_length=15", "trial num_hidden_layers_1: draft.block_size: expected at most corpus.max_length=15"),
         ("draft.vocab=5", "trial num_hidden_layers_1: loss.top_k: "),
     ],

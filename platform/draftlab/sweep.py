@@ -8,7 +8,7 @@ import math
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -177,7 +177,7 @@ def dry_run(question: Question, base: Run, say: Say) -> int:
         f"{memory / 1e9:.1f} GB of memory, {disk / 1e9:.2f} GB of disk and at most {stored / 1e9:.2f} GB of features"
     )
     if base.cluster.address == "local":
-        _tell_memory(max(cost.memory for cost in costs.values()), base, shares, say)
+        _tell_memory(costs.values(), base, shares, say)
     say("estimates, without ASHA, features and decoding; nothing was started")
     return 0
 
@@ -549,9 +549,8 @@ def _prepare(base: Run, trials: Mapping[str, Trial], say: Say) -> train.Prepared
     def ready(target: Target, data: Corpus) -> None:
         evaluation.check(target, heldout(data, base.eval.prompts), base.eval)
         if base.cluster.address == "local":
-            shares, device = cluster.share_here(base, len(trials)), target.device
-            costs = [search.cost(trial.run, target.config, 1.0, device) for trial in trials.values()]
-            _tell_memory(max(cost.memory for cost in costs), base, shares, say)
+            costs = [search.cost(trial.run, target.config, 1.0, target.device) for trial in trials.values()]
+            _tell_memory(costs, base, cluster.share_here(base, len(trials)), say)
 
     prepared = train.prepare({name: trial.run for name, trial in trials.items()}, say, ready)
     if torch.cuda.is_available():  # the target's place on a GPU is the workers' from here on
@@ -560,8 +559,9 @@ def _prepare(base: Run, trials: Mapping[str, Trial], say: Say) -> train.Prepared
     return prepared
 
 
-def _tell_memory(worker: float, base: Run, shares: cluster.Shares, say: Say) -> None:
-    """Say so where the trials are not expected to fit: `worker` bytes are the largest trial's, of one worker."""
+def _tell_memory(costs: Collection[search.Cost], base: Run, shares: cluster.Shares, say: Say) -> None:
+    """Say so where the largest trials are not expected to fit into this machine's memory."""
+    worker = max(cost.memory for cost in costs)
     if shares.gpus:
         needed, there = worker / min(1.0, shares.gpus), torch.cuda.get_device_properties(0).total_memory
     else:

@@ -258,12 +258,12 @@ def test_a_conversation_ends_where_the_template_would_rewrite_it(tiny, tmp_path,
     """The template opens every answer with a word of its own, which it leaves out when the conversation goes on."""
     monkeypatch.setattr(tiny.tokenizer, "chat_template", FORGETS.replace("opening", "'<think>\n'"))
     config, said = settings(max_length=400, write_response_tokens=100), []
-    prompts = [[user("one"), user("two")], [user("three")]]
+    prompts = [[user(f"one {i}"), user("two")] for i in range(6)] + [[user("three")]]
     rows = list(write_corpus(tiny, prompts, config, 0, lambda text, doing=None: said.append(text)))
-    assert sorted(row["messages"][0]["content"] for row in rows) == ["one", "three"]
+    assert sorted(row["messages"][0]["content"] for row in rows) == [*(f"one {i}" for i in range(6)), "three"]
     assert all([m["role"] for m in row["messages"]] == ["user", "assistant"] for row in rows)
-    if all(row["finished"] for row in rows):
-        assert any("1 conversations end before" in text and "rewrites" in text for text in said)
+    ended = sum(row["finished"] and row["messages"][0]["content"] != "three" for row in rows)
+    assert ended and any(f"{ended} conversations end before" in text and "rewrites" in text for text in said)
 
 
 def test_rows_with_and_without_ids_read_the_same(tiny, tmp_path):
