@@ -39,14 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with cli.Progress("loading the draft and its target") as say, tempfile.TemporaryDirectory() as fetched:
         say(f"acceptance of {', '.join(args.ckpt)}")
         from draftlab import drafts, evaluation, report  # slow: after the first line is out
-        from draftlab.prompts import load_prompts
         from draftlab.tracking import Store
 
         report.check_folder(out)
         store = Store(base.tracking, Path("outputs"))
         field = drafts.load_field(args.ckpt, args.config, args.overrides, lambda: store, Path(fetched), say)
         run, target = field.run, field.target
-        prompts = load_prompts(args.prompts, run, target, say)
+        prompts = field.prompts(args.prompts, say)
         hashes = ", ".join(field.hashes.values())
         params = run.flat() | {"ckpt": ", ".join(args.ckpt), "checkpoint": hashes, "prompts": args.prompts}
         with store.run(f"acceptance {hashes}", params) as run_id:

@@ -36,7 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     with cli.Progress("loading the draft and its target") as say, tempfile.TemporaryDirectory() as fetched:
         say(f"calibration of {args.ckpt}")
         from draftlab import checkpoint, drafts, evaluation, report  # slow: after the first line is out
-        from draftlab.prompts import load_prompts
         from draftlab.tracking import Store
 
         report.check_folder(args.out)
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ((name, draft),) = field.drafts.items()
         if not draft.spec.confidence:
             raise UserError(f"--ckpt {args.ckpt}: expected a draft with a confidence head (draft.confidence), got none")
-        prompts = load_prompts(args.prompts, run, target, say)
+        prompts = field.prompts(args.prompts, say)
         found = evaluation.evaluate(target, field.drafts, prompts, run.eval, say, run.seed, schedules=["fixed"])
         temperatures, scores = evaluation.calibrate(found[name])
         checkpoint.save_calibrated(args.out, field.folders[name], temperatures, found[name].provenance)

@@ -39,14 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with cli.Progress("loading the drafts and their target") as say, tempfile.TemporaryDirectory() as fetched:
         say(f"comparing {', '.join(args.ckpt)}")
         from draftlab import drafts, evaluation, findings, report  # slow: after the first line is out
-        from draftlab.prompts import load_prompts
         from draftlab.tracking import Store
 
         report.check_folder(out)
         store = Store(base.tracking, Path("outputs"))
         field = drafts.load_field(args.ckpt, args.config, args.overrides, lambda: store, Path(fetched), say)
         run, target = field.run, field.target
-        prompts = load_prompts(args.prompts, run, target, say)
+        prompts = field.prompts(args.prompts, say)
         params = run.flat() | {"ckpt": ", ".join(args.ckpt), "prompts": args.prompts}
         what = f"{len(args.ckpt)} drafts" if len(args.ckpt) > 1 else "schedules"
         with store.run(f"compare {what}", params) as run_id:

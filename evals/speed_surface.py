@@ -39,14 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with cli.Progress("loading the draft and its target") as say, tempfile.TemporaryDirectory() as fetched:
         say(f"speed surface of {args.ckpt[0]}")
         from draftlab import drafts, evaluation, report, surface  # slow: after the first line is out
-        from draftlab.prompts import load_prompts
         from draftlab.tracking import Store
 
         report.check_folder(out)
         store = Store(base.tracking, Path("outputs"))
         field = drafts.load_field(args.ckpt, args.config, args.overrides, lambda: store, Path(fetched), say)
         run, target = field.run, field.target
-        prompts = load_prompts(args.prompts, run, target, say)
+        prompts = field.prompts(args.prompts, say)
         (draft,) = field.drafts.values()
         longest = max(args.contexts) + surface.most_tokens(max(args.block_sizes))
         if longest > (room := min(target.max_positions, draft.spec.max_position_embeddings)):

@@ -1,7 +1,8 @@
-"""Question: which block size, decay, tapped layers and depth together make the fastest draft?
+"""Question: which block size, decay, tapped layers and depth together make the best draft?
 
 Varies: draft.block_size, loss.gamma, draft.num_target_layers and draft.num_hidden_layers, searched: by default Optuna
-    chooses 16 of the combinations, each by the held-out acceptance of those before it.
+    chooses 16 of the combinations, each by the held-out acceptance of those before it. So does ASHA choose those that
+    go on; only what is trained to its end is decoded and ranked by speed (search.rank_by).
 Run:    python experiments/sweep_joint.py --samples 16 --scheduler asha
         python experiments/sweep_joint.py --search grid --block-sizes 8,16 --gammas 4,7 --layers 5 --depths 3
 Writes: as sweep_block_size.py, under outputs/sweep_joint/<UTC time>.

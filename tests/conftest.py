@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests are small, cores are shared
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # likewise: what they expect are a CPU's numbers and shares
 os.environ.pop("MLFLOW_TRACKING_URI", None)
 os.environ.pop("MLFLOW_RUN_ID", None)
 os.environ.update(MLFLOW_DISABLE_TELEMETRY="true", DO_NOT_TRACK="true", RAY_USAGE_STATS_ENABLED="0")

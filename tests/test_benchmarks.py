@@ -10,6 +10,7 @@ import torch
 
 from draftlab import config
 from draftlab.draft import Draft, adapt
+from draftlab.errors import UserError
 from draftlab.target import load_target
 
 FOLDER = Path(__file__).parent / "benchmarks"
@@ -36,13 +37,25 @@ def test_a_training_step_stands_beside_the_plain_script_and_its_products(capsys)
     assert all(re.search(rf"^{name} +\d+", said, re.MULTILINE) for name in names)
 
 
-def test_the_plain_script_and_draftlab_supervise_the_same_slots(tmp_path, tiny):
+def test_the_plain_script_has_draftlabs_gradients_from_the_same_weights(tiny):
+    """The same slots, labels and weights: what differs between the two is how they are computed."""
     bench, train = import_module("bench_train"), import_module("draftlab.train")
     target, run = tiny
+    run = run.replace({"draft.init": "random"})
     prepared = train.prepare({"one": run}, lambda *_, **__: None)
     ours = import_module("measuring").Steps(run, prepared, target)
-    plain = bench.Plain(run, prepared, target, in_the_loop=True)
+    plain, looped = (bench.Plain(run, prepared, target, in_the_loop=looped) for looped in (False, True))
+    assert plain()[0] == ours()[0] == looped()[0] > 0
+    for own, theirs in zip(ours.loop.draft.parameters(), plain.draft.parameters(), strict=True):
+        assert own.grad.any()
+        torch.testing.assert_close(own.grad, theirs.grad, rtol=1e-3, atol=1e-6)
     assert [plain()[0] for _ in range(3)] == [ours()[0] for _ in range(3)]
+
+
+@pytest.mark.parametrize("setting", ["draft.vocab=64", "train.compile=true", "loss.gamma=2", "draft.block_size=8"])
+def test_a_setting_that_one_side_alone_would_obey_is_refused(setting):
+    with pytest.raises(UserError, match=f"override '{setting}': "):
+        import_module("bench_train").main([*TINY, setting])
 
 
 def test_recorded_products_are_all_that_there_are():
@@ -63,13 +76,18 @@ def test_the_corpus_writer_writes_what_generate_writes(capsys):
     assert "answers that differ: 0 of 6" in said and re.search(r"^draftlab +[\d.]+ tokens/s", said, re.MULTILINE)
 
 
-def test_decoding_and_the_plain_loop_write_the_same_in_the_same_rounds(capsys):
-    bench = import_module("bench_decode")
-    bench.main([*TINY, "--batches", "1,3", "--tokens", "12", "--rounds", "1"])  # the exit code depends on the clock
+def test_decoding_and_the_plain_loop_write_the_same_in_the_same_rounds(swept, capsys):
+    bench, draft = import_module("bench_decode"), swept.folder / "trials" / "block_size_4" / "draft"
+    shape = ["--ckpt", str(draft), "--batches", "1,3", "--tokens", "48", "--rounds", "1"]
+    bench.main([*TINY, *shape])  # the exit code depends on the clock
     said = capsys.readouterr().out
     assert "same text: True" in said and said.count("texts that differ: 0") == 2
-    counts = re.findall(r"(\d+ tokens in \d+ rounds)", said)
+    counts = re.findall(r"(\d+) tokens in (\d+) rounds", said)
     assert len(counts) == 4 and len(set(counts)) == 1
+    tokens, rounds = map(int, counts[0])
+    assert tokens - len(bench.QUESTIONS) - rounds > 2, "a draft that is never accepted tests little"
+    with pytest.raises(UserError, match="--ckpt has its own"):
+        bench.main([*TINY, *shape, "draft.num_hidden_layers=2"])
 
 
 def test_the_plain_draft_drafts_as_ours_does(tiny):
@@ -144,11 +162,20 @@ def test_without_a_gpu_cuda_is_skipped_visibly(name, capsys):
     assert "skipped: --device cuda" in capsys.readouterr().out
 
 
-def test_the_default_recipe_and_the_published_one_are_scored_alike(tmp_path, capsys):
-    bench = import_module("bench_quality")
+def test_the_default_recipe_and_the_published_one_are_scored_alike(tmp_path, capsys, monkeypatch):
+    bench, scored = import_module("bench_quality"), []
+    curve = bench.curve
+
+    def watched(step, score, *rest):
+        drafted = step.draft if isinstance(step, bench.Plain) else step.loop.draft
+        scored.append(score.__self__.draft is drafted)
+        return curve(step, score, *rest)
+
+    monkeypatch.setattr(bench, "curve", watched)
     bench.main([*TINY, "--seconds", "1", "--seeds", "0", "--points", "2", "--out", str(tmp_path)])
     said = capsys.readouterr().out
-    assert "seed 0: the published recipe ends at 1." in said and (tmp_path / "curves.png").stat().st_size > 10_000
+    assert scored == [True, True]
+    assert "seed 0: the published recipe gets to 1." in said and (tmp_path / "curves.png").stat().st_size > 10_000
     frame = pd.read_csv(tmp_path / "curves.csv")
     assert list(frame["recipe"]) == ["published"] * 3 + ["draftlab"] * 3
     assert frame["acceptance_length"].between(1, 8).all()

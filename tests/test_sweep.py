@@ -379,6 +379,7 @@ def steps_of(out, name="draft"):
         (["eval.max_new_tokens=4000"], "held-out prompt 0: prompt of"),
         (["eval.temperature=1e-9"], "expected temperature 0 or >="),
         (["--decode-sizes", "4,4000"], "eval.block_sizes: the draft has 2048 positions, got 4000"),
+        (["cluster.address=127.0.0.1:1"], "cluster.address: no Ray at '127.0.0.1:1'"),
     ],
 )
 def test_a_bad_input_is_one_line_and_exit_code_2_before_anything_is_written(

@@ -21,10 +21,11 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,13 +141,22 @@ def share(run: Run, trials: int, nodes: Sequence[Node]) -> Shares:
     return Shares(concurrent, cpus, gpus)
 
 
-def share_here(run: Run, trials: int) -> Shares:
-    """`share` of this machine, known before Ray is up; a cluster is asked when Ray has joined it.
+def find_shares(runs: Collection[Run]) -> Shares:
+    """`share` of the machines there are: this one, without starting Ray, or those of the cluster, which is asked.
 
     Raises:
-        UserError: as `share`.
+        UserError: as `share`, or there is no cluster at `cluster.address`.
     """
-    return share(run, trials, [Node(run.cluster.cpus or cores(), torch.cuda.device_count())])
+    run = _widest(runs)
+    if run.cluster.address == "local":
+        return share(run, len(runs), [Node(run.cluster.cpus or cores(), torch.cuda.device_count())])
+    with _ray(run.cluster) as nodes:
+        return share(run, len(runs), nodes)
+
+
+def _widest(runs: Collection[Run]) -> Run:
+    """The one with the most workers, by whose needs the machines are divided."""
+    return max(runs, key=lambda run: run.train.workers)
 
 
 def cores() -> int:
@@ -196,7 +206,7 @@ def run_trials(
     """
     folder = folder.resolve()  # workers run elsewhere
     history = history or {}
-    widest = max(runs.values(), key=lambda run: run.train.workers)
+    widest = _widest(runs.values())
     search = widest.search
     listener = _Listener(watch, folder)
     with _ray(widest.cluster) as nodes:
@@ -281,13 +291,21 @@ def _ray(config: ClusterConfig) -> Iterator[list[Node]]:
                     **quiet,
                 )
             else:
+                _knock(config.address)
                 ray.init(address=config.address, runtime_env={"env_vars": ENVIRONMENT}, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise UserError(f"cluster.address: no Ray at {config.address!r} ({error})") from error
         finally:
             signal.signal(signal.SIGTERM, on_sigterm)  # ray.init sets its own, which exits at once
         found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         yield [Node(int(each.get("CPU", 0)), each.get("GPU", 0.0)) for each in found]
+
+
+def _knock(address: str) -> None:
+    """Raise OSError where nobody listens at host:port; Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def _start(**how: Any) -> None:

@@ -71,6 +71,8 @@ class CorpusConfig(Section):
     """Longest response, tokens; a response that reaches it is kept and marked unfinished."""
     write_prompt_temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature of self-written prompts."""
+    write_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of what is sampled in writing; not the run's, so that drafts of all seeds have one corpus."""
     write_temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature of responses; 0 is greedy, which is what greedy serving asks of a draft."""
 

@@ -88,7 +88,7 @@ class Corpus:
         return [_prompt(first[key].messages) for key in sorted(first)[:count]]
 
 
-def load_corpus(config: CorpusConfig, target: Target, seed: int, say: Say) -> Corpus:
+def load_corpus(config: CorpusConfig, target: Target, say: Say) -> Corpus:
     """Read the corpus that a run names, or have the target write it.
 
     Rows are cut to max_length tokens; a row without a supervised token left is dropped, and the number said.
@@ -96,7 +96,6 @@ def load_corpus(config: CorpusConfig, target: Target, seed: int, say: Say) -> Co
     Args:
         config: source, size, split.
         target: whose tokens and words these are.
-        seed: of a corpus that the target writes; the split doesn't depend on it.
         say: where to tell about progress.
 
     Raises:
@@ -108,7 +107,7 @@ def load_corpus(config: CorpusConfig, target: Target, seed: int, say: Say) -> Co
             f"corpus.max_length: expected at most the target's {target.max_positions} positions, "
             f"got {config.max_length}"
         )
-    path = _source(config, target, seed, say)
+    path = _source(config, target, say)
     rows, unsupervised = [], 0
     for number, data in read_lines(path, "corpus"):
         row = _row(data, f"{path}, line {number}", target, config.max_length, check=number <= 16)
@@ -202,7 +201,6 @@ def write_corpus(
     target: Target,
     prompts: Iterable[list[Message]] | None,
     config: CorpusConfig,
-    seed: int,
     say: Say,
     journal: Journal | None = None,
 ) -> Iterator[dict]:
@@ -213,7 +211,6 @@ def write_corpus(
         prompts: conversations; their user turns are answered one after another, the assistant turns in them are
             replaced. None lets the target write config.write_conversations prompts of its own.
         config: the write_* settings, and max_length, which a prompt has to leave room in.
-        seed: of everything that is sampled.
         say: where to tell about progress.
         journal: keeps finished batches, and has those of an interrupted writing.
 
@@ -226,7 +223,7 @@ def write_corpus(
     """
     _check_room(target, config, config.write_prompt_tokens if prompts is None else 1)
     if prompts is None:
-        prompts = list(_self_prompts(target, config, seed, say, journal))
+        prompts = list(_self_prompts(target, config, say, journal))
     talks = [_Talk(_opening(prompt), [m for m in prompt if m["role"] == "user"]) for prompt in prompts]
     depth = 0
     while talks := [talk for talk in talks if talk.rest]:
@@ -247,7 +244,7 @@ def write_corpus(
             config.write_response_tokens,
             temperature=config.write_temperature,
             batch=config.write_batch,
-            seed=(seed, 1 + depth),
+            seed=(config.write_seed, 1 + depth),
             say=say,
             what=f"corpus: {len(asking)} answers",
             journal=journal,
@@ -310,11 +307,10 @@ def recipe_path(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".gz").removesuffix(".jsonl") + ".yaml")
 
 
-def recipe(target: Target, config: CorpusConfig, seed: int) -> dict:
+def recipe(target: Target, config: CorpusConfig) -> dict:
     """What makes a corpus again: the writer and its settings."""
     return {
         "target": {"name": target.name, "revision": target.revision, "fingerprint": target.fingerprint},
-        "seed": seed,
         "write": {key: value for key, value in config.model_dump().items() if key.startswith("write_")},
     }
 
@@ -370,7 +366,7 @@ def encode(target: Target, messages: Sequence[Message], **template_kwargs) -> tu
     return ids, spans
 
 
-def _source(config: CorpusConfig, target: Target, seed: int, say: Say) -> Path:
+def _source(config: CorpusConfig, target: Target, say: Say) -> Path:
     if config.source == "packaged":
         if target.name != "smollm2":
             raise UserError(
@@ -379,13 +375,13 @@ def _source(config: CorpusConfig, target: Target, seed: int, say: Say) -> Path:
             )
         return PACKAGED
     if config.source == "self":
-        made_by = recipe(target, config, seed) | {"max_length": config.max_length}
+        made_by = recipe(target, config) | {"max_length": config.max_length}
 
         place = cache_root() / "corpora" / f"self-{digest(made_by)}"
 
         def make(folder: Path) -> None:
             with Journal.beside(place, say) as journal:
-                rows = write_corpus(target, None, config, seed, say, journal)
+                rows = write_corpus(target, None, config, say, journal)
                 write_file(folder / "corpus.jsonl.gz", rows, made_by)
 
         return made_once(place, make) / "corpus.jsonl.gz"
@@ -586,7 +582,7 @@ def _check_room(target: Target, config: CorpusConfig, prompt: int) -> None:
 
 
 def _self_prompts(
-    target: Target, config: CorpusConfig, seed: int, say: Say, journal: Journal | None
+    target: Target, config: CorpusConfig, say: Say, journal: Journal | None
 ) -> Iterator[list[Message]]:
     """Prompts of the target's own: it continues an empty user turn until it ends it.
 
@@ -612,7 +608,7 @@ def _self_prompts(
             config.write_prompt_tokens,
             temperature=config.write_prompt_temperature,
             batch=config.write_batch,
-            seed=(seed, 0, tried),
+            seed=(config.write_seed, 0, tried),
             say=say,
             what=f"corpus: {count} prompts, {len(seen)} of {wanted} kept so far",
             journal=journal,

@@ -611,11 +611,15 @@ class FlexAttention:
         """Shapes as in SplitAttention."""
         from torch.nn.attention.flex_attention import flex_attention
 
-        attend = _compiled(flex_attention) if q.is_cuda else flex_attention
+        attend, options = flex_attention, None
+        if q.is_cuda:
+            # Its kernel for few queries finds no tile where there are 2, 4, ... queries a key head (pytorch 185349).
+            attend, options = _compiled(flex_attention), {"FORCE_USE_FLEX_ATTENTION": True}
         keys, values = torch.cat([context_k, k], 1), torch.cat([context_v, v], 1)
         out = attend(
-            q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), block_mask=self.mask, enable_gqa=True
-        )
+            q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), block_mask=self.mask, enable_gqa=True,
+            kernel_options=options,
+        )  # fmt: skip
         return out.transpose(1, 2)
 
 

@@ -17,6 +17,7 @@ from draftlab import config as configs
 from draftlab.config import Run
 from draftlab.draft import Draft, DraftSpec
 from draftlab.errors import UserError, first_line
+from draftlab.prompts import Prompt, load_prompts
 from draftlab.target import Target, expand, load_target, load_target_config
 
 if TYPE_CHECKING:
@@ -122,6 +123,23 @@ class Field:
     def folders(self) -> dict[str, Path]:
         """Name -> where the checkpoint's files stand."""
         return {ref: info.folder for ref, info in self.infos.items()}
+
+    def prompts(self, spec: str, say: Callable[..., None]) -> list[Prompt]:
+        """The prompts of an evaluation, as in prompts.load_prompts; held-out ones were held out from every draft.
+
+        Raises:
+            UserError: as there, or one of the drafts was trained with fewer held out.
+        """
+        found, corpus = load_prompts(spec, self.run, self.target, say), self.run.corpus
+        if any(prompt.domain == "heldout" for prompt in found):
+            trained = {name: info.run.corpus for name, info in self.infos.items() if info.run}
+            for name, its in trained.items():
+                if its.source == corpus.source and its.heldout < corpus.heldout:
+                    raise UserError(
+                        f"prompts heldout: {name} was trained with corpus.heldout={its.heldout:g}, so on some of those "
+                        f"that corpus.heldout={corpus.heldout:g} holds out; expected at most {its.heldout:g}"
+                    )
+        return found
 
 
 def load_field(

@@ -16,7 +16,8 @@ from draftlab.config import LossConfig
 from draftlab.errors import UserError
 
 SOFTMAX_ROWS = 32
-"""Rows of float32 probabilities at once; for a vocabulary of 49,152, 16 to 64 ran alike and 256 four times slower."""
+"""Rows of float32 probabilities at once on a CPU; for a vocabulary of 49,152, 16 to 64 ran alike and 256 four times
+slower. A GPU has no such cache, and a price for every call: there they are `chunk_rows`."""
 
 LK_SHARPNESS = 3.0
 """How fast lk_hybrid turns from KL to TV as the acceptance rises; as published."""
@@ -102,13 +103,14 @@ class _ThroughHead(torch.autograd.Function):
         gradient = torch.empty_like(hidden)
         if latent is not None:
             to_latent, to_markov = torch.empty_like(latent), torch.zeros_like(markov, dtype=dtype)
+        few = SOFTMAX_ROWS if hidden.device.type == "cpu" else config.chunk_rows
         for start in range(0, len(hidden), config.chunk_rows):
             rows = slice(start, start + config.chunk_rows)
             logits = hidden[rows] @ head.T
             if latent is not None:
                 logits += latent[rows] @ markov.T
-            answers = (teacher[rows] @ head.T).split(SOFTMAX_ROWS) if distilled else repeat(None)
-            pieces = (x.split(SOFTMAX_ROWS) for x in (logits, labels[rows, None], weights[rows, None], terms[rows]))
+            answers = (teacher[rows] @ head.T).split(few) if distilled else repeat(None)
+            pieces = (x.split(few) for x in (logits, labels[rows, None], weights[rows, None], terms[rows]))
             for *piece, values, answer in zip(*pieces, answers):
                 values.copy_(_differentiate(*piece, answer, config, softcap))
                 total += (piece[-1] * (values @ mix)).sum()

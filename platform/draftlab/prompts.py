@@ -113,7 +113,7 @@ def load_prompts(spec: str, run: Run, target: Target, say: Say) -> list[Prompt]:
         if not (source and number.isdigit()):
             source, number = part.strip(), str(run.eval.prompts)
         if source == "heldout":
-            some = heldout(load_corpus(run.corpus, target, run.seed, say), int(number))
+            some = heldout(load_corpus(run.corpus, target, say), int(number))
         elif source in NAMES or _is_file(source):
             every = list(_prompts(source))
             count = min(int(number), len(every))

@@ -167,12 +167,18 @@ def _equal_tokens(trials: dict[str, Trial]) -> dict[str, Trial]:
 class Cost:
     """What a trial is expected to take, within a factor of two or so."""
 
-    seconds: float
-    """Training, on the cores of its workers."""
+    operations: float
+    """Floating-point operations of one worker's matrix products, in all steps."""
+    limit: float | None
+    """Seconds of training, where they are given (train.seconds)."""
     memory: float
     """Bytes of one worker."""
     disk: float
     """Bytes of its checkpoints, in its folder and in MLflow."""
+
+    def seconds(self, flops: float) -> float:
+        """Training, on workers that do so many operations a second (`matrix_speed`)."""
+        return START_SECONDS + (self.limit or self.operations / flops / EFFICIENCY)
 
 
 WORKER_BYTES = 0.5e9
@@ -185,12 +191,11 @@ EFFICIENCY = 0.75
 """Share of a step that is matrix products at full speed (experiments/LOG.md)."""
 
 
-def cost(run: Run, target_config: Any, flops: float, device: torch.device) -> Cost:
+def cost(run: Run, target_config: Any, device: torch.device) -> Cost:
     """What a trial takes.
 
     Args:
         target_config: the target's configuration of transformers.
-        flops: of one worker, per second, as `matrix_speed` measures them.
         device: where it trains.
     """
     spec, config = adapt(target_config, run.draft, mask_token_id=0), run.train
@@ -215,7 +220,8 @@ def cost(run: Run, target_config: Any, flops: float, device: torch.device) -> Co
     activations = (2 if flex and config.dtype == "bfloat16" else 4) * per_slot * slots / config.accumulation
     target_bytes = sum(p.numel() for p in target.parameters()) * (2 if run.target.dtype == "bfloat16" else 4)
     return Cost(
-        seconds=START_SECONDS + (config.seconds or config.steps * 6 * products / flops / EFFICIENCY),
+        operations=config.steps * 6 * products,
+        limit=config.seconds,
         memory=WORKER_BYTES + target_bytes + 16 * weights + activations,
         # The best and the last with their optimizer state; the best draft again here and in MLflow.
         disk=(2 * 12 + 2 * 4) * weights,

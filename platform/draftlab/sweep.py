@@ -143,14 +143,15 @@ def dry_run(question: Question, base: Run, say: Say) -> int:
     trials = _trials(base, question.vary, _probe(question, base))
     target = load_target_config(base.target)
     say("measuring the machine", doing="measuring the machine")
-    shares = cluster.share_here(base, len(trials))
+    shares = cluster.find_shares([trial.run for trial in trials.values()])
     device = torch.device("cuda" if shares.gpus else "cpu")
-    flops = search.matrix_speed(base, device, base.train.threads or shares.cpus)
+    here = device if torch.cuda.is_available() else torch.device("cpu")  # a cluster's GPUs are not to be measured
+    flops = search.matrix_speed(base, here, base.train.threads or shares.cpus)
     costs = {}
     for name, trial in trials.items():
         try:
             train.check(trial.run, target)
-            costs[name] = search.cost(trial.run, target, flops, device)
+            costs[name] = search.cost(trial.run, target, device)
         except UserError as error:
             raise UserError(f"trial {name}: {error}") from error
     rows = [
@@ -158,15 +159,16 @@ def dry_run(question: Question, base: Run, say: Say) -> int:
             "trial": name,
             "steps": "-" if trials[name].run.train.seconds else trials[name].run.train.steps,
             "anchors": trials[name].run.train.anchors,
-            "minutes": f"{cost.seconds / 60:.1f}",
+            "minutes": f"{cost.seconds(flops) / 60:.1f}",
             "GB memory": f"{cost.memory * trials[name].run.train.workers / 1e9:.1f}",
             "GB disk": f"{cost.disk / 1e9:.2f}",
         }
         for name, cost in costs.items()
     ]
     count = search.count(base, trials)
-    longest, mean = (pick([cost.seconds for cost in costs.values()]) for pick in (max, lambda all: sum(all) / len(all)))
-    seconds = min(max(longest, mean * count / shares.concurrent), base.search.time_budget or float("inf"))
+    times = [cost.seconds(flops) for cost in costs.values()]
+    seconds = max(*times, sum(times) / len(times) * count / shares.concurrent)
+    seconds = min(seconds, base.search.time_budget or float("inf"))
     conversations = base.corpus.conversations or corpus.count_rows(base.corpus)
     stored = search.feature_bytes(trials, target, conversations)
     say(f"{len(trials)} combinations\n{pd.DataFrame(rows).to_string(index=False)}")
@@ -345,8 +347,7 @@ class _Sweep:
         base = self.plan.base
         self.say(f"decoding held-out prompts with {len(records)} drafts", doing="loading the target")
         target = load_target(base.target)
-        run = base.replace({"seed": self.prepared.corpus["seed"]})  # a corpus that the target wrote depends on it
-        prompts = load_prompts("heldout", run, target, self.say)
+        prompts = load_prompts("heldout", base, target, self.say)
         loaded = {
             name: checkpoint.load(record.draft, dtype=target.dtype, device=target.device)
             for name, record in records.items()
@@ -538,19 +539,18 @@ def _trials(
     arms = list(dict.fromkeys(trial.arm for name, trial in trials.items() if name != search.PROBE))
     if base.search.baseline not in (None, *arms):
         raise UserError(f"search.baseline: expected one of {', '.join(arms)}; got {base.search.baseline!r}")
-    if base.cluster.address == "local":
-        cluster.share_here(base, len(trials))
     return trials
 
 
 def _prepare(base: Run, trials: Mapping[str, Trial], say: Say) -> train.Prepared:
-    """What the trials share; refuses, before the features are built, what their decoding would refuse."""
+    """What the trials share; refuses, before the features are built, what their cluster or decoding would refuse."""
+    shares = cluster.find_shares([trial.run for trial in trials.values()])
 
     def ready(target: Target, data: Corpus) -> None:
         evaluation.check(target, heldout(data, base.eval.prompts), base.eval)
         if base.cluster.address == "local":
-            costs = [search.cost(trial.run, target.config, 1.0, target.device) for trial in trials.values()]
-            _tell_memory(costs, base, cluster.share_here(base, len(trials)), say)
+            costs = [search.cost(trial.run, target.config, target.device) for trial in trials.values()]
+            _tell_memory(costs, base, shares, say)
 
     prepared = train.prepare({name: trial.run for name, trial in trials.items()}, say, ready)
     if torch.cuda.is_available():  # the target's place on a GPU is the workers' from here on

@@ -49,7 +49,7 @@ class Prepared:
     target: dict[str, Any]
     """name, revision, fingerprint, mask_token_id."""
     corpus: dict[str, Any]
-    """fingerprint, source, seed (which it was loaded with), supervised_tokens."""
+    """fingerprint, source, supervised_tokens."""
     train_rows: tuple[int, ...]
     heldout_rows: tuple[int, ...]
     store: str | None
@@ -98,7 +98,7 @@ def prepare(
     target = load_target(first.target)
     if any(run.draft.init == "target_layers" for run in runs.values()):
         check_layers(target)
-    corpus = load_corpus(first.corpus, target, first.seed, say)
+    corpus = load_corpus(first.corpus, target, say)
     for name, run in runs.items():
         if (run.train.conversations or 0) > len(corpus.train):
             raise UserError(
@@ -122,7 +122,6 @@ def prepare(
         corpus={
             "fingerprint": corpus.fingerprint,
             "source": corpus.source,
-            "seed": first.seed,
             "supervised_tokens": int(sum(corpus.rows[i].supervised.sum() for i in corpus.train)),
         },
         train_rows=tuple(corpus.train),
@@ -319,7 +318,7 @@ class _Loop:
         if self.prepared.store is not None:
             return features.open_store(Path(self.prepared.store), spec.target_layer_ids, bool(self.run.loss.distilled))
         quiet = lambda *_, **__: None  # noqa: E731
-        corpus = load_corpus(self.run.corpus, target, self.prepared.corpus["seed"], quiet)
+        corpus = load_corpus(self.run.corpus, target, quiet)
         if corpus.fingerprint != self.prepared.corpus["fingerprint"]:
             raise UserError(f"the corpus on this machine ({corpus.source}) is another than the driver's")
         return features.OnlineFeatures(target, corpus, spec.target_layer_ids, bool(self.run.loss.distilled))

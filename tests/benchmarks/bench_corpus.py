@@ -12,14 +12,13 @@ Exit:   1 when an answer differs.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from statistics import median
 
 import torch
 from measuring import alternate, now, parser, start
 
-from draftlab import corpus
+from draftlab import cli, corpus
 from draftlab.target import Target, load_target
 
 SHAPE = ["target.dtype=float32", "corpus.conversations=null", "corpus.write_batch=32"]
@@ -36,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     quiet = lambda *_, **__: None  # noqa: E731
     target = load_target(run.target)
-    prompts = corpus.load_corpus(run.corpus, target, run.seed, quiet).prompts(args.prompts)
+    prompts = corpus.load_corpus(run.corpus, target, quiet).prompts(args.prompts)
     contexts = [target.chat(prompt) for prompt in prompts]
 
     def ours() -> tuple[list[list[int]], float]:
@@ -88,4 +87,4 @@ def transformers_generate(target: Target, contexts: Sequence[Sequence[int]], lim
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.main(main)

@@ -22,6 +22,7 @@ from pathlib import Path
 from measuring import own_cache
 
 from draftlab import cli, config
+from draftlab.errors import UserError
 from draftlab.target import load_target
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
@@ -57,7 +58,8 @@ def seconds(script: str, *arguments: str) -> float:
     with own_cache() as folder:
         command = [sys.executable, str(EXPERIMENTS / script), *arguments, "--out", f"{folder}/out"]
         began = time.monotonic()
-        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        if code := subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL).returncode:
+            raise UserError(f"{script}: ended with exit code {code}")
         return time.monotonic() - began
 
 

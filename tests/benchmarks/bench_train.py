@@ -2,8 +2,9 @@
 
 The plain script trains the same draft on the same batches and anchors with one dense attention mask and the logits of
 every slot at once (arXiv:2602.06036), features given; `in the loop` also runs the target in each step, as it does. The
-products are those of our step, recorded and run again with nothing around them. All take turns in one process.
-`compiled` is train.compile=true, where there is a C++ compiler; its first step, which compiles, is not counted.
+products are those of the same step of ours, recorded and run again with nothing around them. All take turns in one
+process. `compiled` is train.compile=true, where there is a C++ compiler. What comes before the steps is not counted: to
+compile, and to store the features once (`bench_quality.py` tells what that costs).
 
 Run:    python tests/benchmarks/bench_train.py
         python tests/benchmarks/bench_train.py --block-sizes 8 --rounds 1 train.threads=1
@@ -14,7 +15,6 @@ Cost:   about six minutes on two idle CPU cores, two of them compiling, plus the
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -25,17 +25,28 @@ from measuring import Steps, alternate, now, parser, start
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftlab import blocks, cli, features, train
-from draftlab.config import Run
+from draftlab.config import LossConfig, Run
 from draftlab.draft import Draft, adapt
 from draftlab.init import initialise
 from draftlab.target import Target, load_target
 
 SHAPE = ["corpus.conversations=200", "train.batch_size=4", "train.anchors=32", "draft.vocab=null"]
+SETTLED = {
+    "draft.block_size": "--block-sizes names them",
+    "draft.vocab": "--vocab is the reduced one, beside the whole",
+    "train.compile": "steps are timed with and without",
+    **dict.fromkeys(
+        [f"loss.{name}" for name in LossConfig.model_fields if name != "chunk_rows"]
+        + ["draft.variant", "draft.markov_head", "draft.confidence", "draft.conditioning", "train.anchor_choice"],
+        "the plain script knows the published recipe alone",
+    ),
+}
+"""Settings that would not hold for all that are compared."""
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default}
 
 
 class Products(TorchDispatchMode):
-    """Shapes and strides of every matrix product under it."""
+    """The operands of every matrix product under it: shapes, strides, and which are the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,19 +55,35 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function in PRODUCTS:
             operands = [x for x in args if isinstance(x, torch.Tensor)][-2:]
-            self.seen.append([(x.shape, x.stride(), x.dtype, x.device) for x in operands])
+            self.seen.append([(x.shape, x.stride(), x.dtype, x.device, x.data_ptr()) for x in operands])
         return function(*args, **(kwargs or {}))
 
     def again(self) -> tuple[int, float]:
         """No tokens, and the seconds that the recorded products take by themselves."""
         made: dict[tuple, torch.Tensor] = {}
         for operand in {operand for pair in self.seen for operand in pair}:
-            shape, stride, dtype, device = operand
+            shape, stride, dtype, device, _ = operand
             made[operand] = torch.empty_strided(shape, stride, dtype=dtype, device=device).normal_()
         began = now()
         for a, b in self.seen:
             made[a] @ made[b]
         return 0, now() - began
+
+
+class ProductsAlone:
+    """The matrix products of a training's steps, a step a call, timed by themselves.
+
+    With attention by torch's own products: FlexAttention's can't be recorded.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+
+    def __call__(self) -> tuple[int, float]:
+        """No tokens, and the seconds of the next step's products."""
+        with Products() as products:
+            self.steps()
+        return products.again()
 
 
 class Plain:
@@ -69,7 +96,11 @@ class Plain:
         self.draft = Draft(spec, "dense")
         initialise(self.draft, target, "random", run.seed, torch.zeros(1, 8, dtype=torch.int64))
         self.draft.to(target.device)
-        self.optimizer = torch.optim.AdamW(self.draft.parameters(), lr=run.train.lr)
+        config = run.train
+        self.optimizer = torch.optim.AdamW(
+            self.draft.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay,
+            fused=True,
+        )  # fmt: skip
         self.weights = blocks.position_weights(spec.block_size, run.gamma)
         self.step, self.seconds = 0, 0.0
 
@@ -109,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--vocab", type=int, default=8192, help="of the draft with a reduced vocabulary")
     options.add_argument("--rounds", type=int, default=7, help="steps of each way that count")
     args = options.parse_args(argv)
+    cli.check_unused(args.overrides, SETTLED)
     base = start(args, SHAPE)
     if base is None:
         return 0
@@ -129,11 +161,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "plain": Plain(whole, prepared, target, in_the_loop=False),
             "plain, target in the loop": Plain(whole, prepared, target, in_the_loop=True),
             **{name: Steps(runs[size, name], prepared, target) for name in variants},
+            "products alone": ProductsAlone(Steps(whole.replace({"draft.attention": "split"}), prepared, target)),
         }
-        with Products() as products:
-            ways["draftlab"]()
-        ways["draftlab"].loop.step = 0  # the same batches as the others
-        report(size, base, alternate(ways | {"products alone": products.again}, args.rounds))
+        report(size, base, alternate(ways, args.rounds))
     return 0
 
 
@@ -142,22 +172,22 @@ def report(size: int, run: Run, found: dict[str, list[tuple[int, float]]]) -> No
     print(f"\nblock size {size}, {run.train.batch_size} sequences x {run.train.anchors} anchors: medians of "
           f"{len(found['plain'])} steps")  # fmt: skip
     print(f"{'':30} {'ms':>7} {'supervised tokens/s':>20} {'of plain':>9} {'of in the loop':>15} {'of products':>12}")
+    seconds = {name: [spent for _, spent in steps] for name, steps in found.items()}
     rates = {name: [tokens / spent for tokens, spent in steps] for name, steps in found.items()}
 
-    def of(name: str, other: str) -> float:
-        """The two rates' ratio, step by step: the batches differ, but a step has the same one in every way."""
-        return median(own / theirs for own, theirs in zip(rates[name], rates[other], strict=True))
+    def of(values: dict[str, list[float]], name: str, other: str) -> float:
+        """The two ways' ratio, step by step: the batches differ, but a step has the same one in every way."""
+        return median(own / theirs for own, theirs in zip(values[name], values[other], strict=True))
 
-    seconds = {name: median(spent for _, spent in steps) for name, steps in found.items()}
     for name in found:
-        line = f"{name:30} {seconds[name] * 1e3:7.0f}"
+        line = f"{name:30} {median(seconds[name]) * 1e3:7.0f}"
         if median(rates[name]):
-            line += f" {median(rates[name]):20.0f} {of(name, 'plain'):8.2f}x"
-            line += f" {of(name, 'plain, target in the loop'):14.2f}x"
+            line += f" {median(rates[name]):20.0f} {of(rates, name, 'plain'):8.2f}x"
+            line += f" {of(rates, name, 'plain, target in the loop'):14.2f}x"
         if name.startswith("draftlab") and "vocab" not in name:
-            line += f" {seconds[name] / seconds['products alone']:11.2f}x"
+            line += f" {of(seconds, name, 'products alone'):11.2f}x"
         print(line)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.main(main)

@@ -20,7 +20,6 @@ import ctypes
 import gc
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Sequence
 from itertools import count
@@ -36,7 +35,7 @@ from matplotlib.figure import Figure
 from measuring import Parts, Steps, parser, start
 from torch import distributed
 
-from draftlab import blocks, decode, draft, report, train
+from draftlab import blocks, cli, decode, draft, report, train
 from draftlab.config import Run
 from draftlab.draft import Draft, adapt
 from draftlab.features import Batch
@@ -209,6 +208,7 @@ def peaks(run: Run, target: Target, sizes: dict[str, list[int]]) -> pd.DataFrame
 
 def peak(step: Steps) -> float:
     """Most megabytes at once that a step adds; NaN where the system doesn't tell."""
+    step.loop.optimizer.zero_grad(set_to_none=True)  # a step's own gradients are of what it adds
     gc.collect()
     if step.loop.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -321,4 +321,4 @@ def figure(training: pd.DataFrame, decoding: pd.DataFrame, memory: pd.DataFrame)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.main(main)

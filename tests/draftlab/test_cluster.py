@@ -3,7 +3,12 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
+import socket
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -67,6 +72,30 @@ def session(tmp_path_factory):
     return folder, runs, log, prepared
 
 
+@pytest.fixture(scope="module")
+def head():
+    """The address of a Ray cluster with two cores that runs beside us."""
+    folder, port = tempfile.mkdtemp(prefix="ray-head-", dir="/tmp"), free_port()
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=2"]
+    start += [f"--port={port}", f"--temp-dir={folder}", "--include-dashboard=false", "--disable-usage-stats"]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        said = ""
+        while "Ray runtime started" not in said:
+            line = process.stdout.readline()
+            said += line
+            assert line, said
+        yield f"127.0.0.1:{port}"
+        for each in (*psutil.Process(process.pid).children(recursive=True), process):
+            each.kill()  # to end well takes it half a minute
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_port():
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return place.getsockname()[1]
+
+
 def test_one_and_two_workers_have_the_same_loss_curve(session):
     _, runs, log, _ = session
     one, two = log.curves["one"], log.curves["two"]
@@ -125,6 +154,19 @@ def test_ray_leaves_nothing_behind(session):
     assert used.name.startswith("draftlab-ray-") and not used.exists()
     left = [p.name() for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
     assert not [name for name in left if "ray" in name.lower()]
+
+
+def test_a_running_cluster_is_joined_and_goes_on_without_us(head, tmp_path):
+    run = config.load(config.CONFIGS / "tiny.yaml").replace({"cluster.address": head})
+    assert cluster.find_shares([run]) == cluster.Shares(concurrent=1, cpus=2, gpus=0.0)
+    log = Log()
+    cluster.run_trials({"one": run}, train.prepare({"one": run}, lambda *_, **__: None), tmp_path / "sweep", log)
+    assert log.ends == {"one": None} and max(log.curves["one"]) == run.train.steps
+    path, _, _ = cluster.best_checkpoint(tmp_path / "sweep", "one")
+    assert (path / "draft" / "model.safetensors").is_file()
+    many = run.replace({"train.workers": 4, "train.batch_size": 4})
+    with pytest.raises(UserError, match="train.workers: 4 workers with a core each don't fit, there are 2 cores"):
+        cluster.find_shares([run, many])
 
 
 def test_signals_are_the_drivers_again_when_ray_is_down(session):

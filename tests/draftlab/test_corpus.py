@@ -64,7 +64,7 @@ def save(path, rows):
 
 
 def load(target, source, say=quiet, **changes):
-    return load_corpus(settings(source=source, **changes), target, 0, say)
+    return load_corpus(settings(source=source, **changes), target, say)
 
 
 # ---- the writer
@@ -129,7 +129,7 @@ def test_what_is_sampled_depends_on_the_seed_and_not_on_the_threads(tiny, thread
 
 def test_the_target_writes_prompts_of_its_own_and_answers_them(tiny):
     config = settings(write_conversations=10, write_batch=16)
-    rows = list(write_corpus(tiny, None, config, 0, quiet))
+    rows = list(write_corpus(tiny, None, config, quiet))
     prompts = [row["messages"][0]["content"] for row in rows]
     assert len(rows) == len(set(prompts)) == 10
     assert all(len(prompt) >= corpus.PROMPT_CHARACTERS and "\ufffd" not in prompt for prompt in prompts)
@@ -139,19 +139,20 @@ def test_the_target_writes_prompts_of_its_own_and_answers_them(tiny):
         assert row["ids"][: len(context)] == context and span == [len(context), len(row["ids"])]
         assert row["ids"][len(context) :] == alone(tiny, context, config.write_response_tokens)
         assert row["finished"] == (row["ids"][-1] in tiny.eos_token_ids)
-    assert list(write_corpus(tiny, None, config, 0, quiet)) == rows
-    assert [row["messages"][0] for row in write_corpus(tiny, None, config, 1, quiet)] != [user(p) for p in prompts]
+    assert list(write_corpus(tiny, None, config, quiet)) == rows
+    other = write_corpus(tiny, None, config.model_copy(update={"write_seed": 1}), quiet)
+    assert [row["messages"][0] for row in other] != [user(p) for p in prompts]
 
 
 def test_a_target_that_writes_no_usable_prompt_is_given_up(tiny):
     with pytest.raises(UserError, match="only 0 of .* self-written prompts were usable"):
-        list(write_corpus(tiny, None, settings(write_conversations=1, write_prompt_tokens=2), 0, quiet))
+        list(write_corpus(tiny, None, settings(write_conversations=1, write_prompt_tokens=2), quiet))
 
 
 def test_several_turns_are_answered_one_after_another_and_old_answers_replaced(tiny):
     config = settings(max_length=400, write_response_tokens=100)
     prompts = [[{"role": "system", "content": "S"}, user("one"), assistant("OLD"), user(f"two {i}")] for i in range(4)]
-    rows = list(write_corpus(tiny, prompts, config, 0, quiet))
+    rows = list(write_corpus(tiny, prompts, config, quiet))
     assert len(rows) == 4
     whole = [row for row in rows if len(row["messages"]) == 5]
     assert whole  # a conversation stops at an answer that reached the limit
@@ -165,7 +166,7 @@ def test_several_turns_are_answered_one_after_another_and_old_answers_replaced(t
 
 def test_words_of_the_assistant_before_the_first_question_are_no_part_of_it(tiny):
     prompts = [[assistant("OLD"), user("one")], [{"role": "system", "content": "S"}, assistant("OLD"), user("two")]]
-    rows = list(write_corpus(tiny, prompts, settings(), 0, quiet))
+    rows = list(write_corpus(tiny, prompts, settings(), quiet))
     assert [[m["role"] for m in row["messages"]] for row in rows] == [
         ["user", "assistant"], ["system", "user", "assistant"],
     ]
@@ -174,7 +175,7 @@ def test_words_of_the_assistant_before_the_first_question_are_no_part_of_it(tiny
 def test_prompts_that_leave_no_room_are_left_out_and_counted(tiny):
     said = []
     prompts = [[user("short")], [user("long " * 40)]]
-    rows = list(write_corpus(tiny, prompts, settings(), 0, lambda text, doing=None: said.append(text)))
+    rows = list(write_corpus(tiny, prompts, settings(), lambda text, doing=None: said.append(text)))
     assert [row["messages"][0]["content"] for row in rows] == ["short"]
     assert any("1 prompts were left out: more than 95 tokens" in text for text in said)
 
@@ -190,14 +191,14 @@ def test_prompts_that_leave_no_room_are_left_out_and_counted(tiny):
 def test_sizes_without_room_for_a_response_are_refused_before_any_writing(tiny, monkeypatch, changes, message):
     monkeypatch.setattr(corpus, "generate", lambda *_, **__: pytest.fail("long work began"))
     with pytest.raises(UserError, match=message):
-        next(write_corpus(tiny, None, settings(**changes), 0, quiet))
+        next(write_corpus(tiny, None, settings(**changes), quiet))
 
 
 def test_the_longest_response_that_the_target_has_positions_for_is_accepted(tiny):
     most = 2048 - len(tiny.chat([user("")])) - 1
-    assert list(write_corpus(tiny, [], settings(write_response_tokens=most), 0, quiet)) == []
+    assert list(write_corpus(tiny, [], settings(write_response_tokens=most), quiet)) == []
     with pytest.raises(UserError, match=f"got {most + 1}"):
-        list(write_corpus(tiny, [], settings(write_response_tokens=most + 1), 0, quiet))
+        list(write_corpus(tiny, [], settings(write_response_tokens=most + 1), quiet))
 
 
 def test_a_length_beyond_the_targets_positions_is_refused_before_the_corpus_is_read(tiny):
@@ -242,7 +243,7 @@ def test_a_template_that_leaves_out_earlier_reasoning_writes_a_corpus_that_it_re
     monkeypatch.setattr(tiny.tokenizer, "chat_template", FORGETS.replace("opening", "''"))
     config = settings(max_length=400, write_response_tokens=100)
     prompts = [[user(f"one {i}"), user("two")] for i in range(6)]
-    rows = list(write_corpus(tiny, prompts, config, 0, quiet))
+    rows = list(write_corpus(tiny, prompts, config, quiet))
     whole = [row for row in rows if len(row["messages"]) == 4]
     assert whole
     for row in whole:
@@ -259,7 +260,7 @@ def test_a_conversation_ends_where_the_template_would_rewrite_it(tiny, tmp_path,
     monkeypatch.setattr(tiny.tokenizer, "chat_template", FORGETS.replace("opening", "'<think>\n'"))
     config, said = settings(max_length=400, write_response_tokens=100), []
     prompts = [[user(f"one {i}"), user("two")] for i in range(6)] + [[user("three")]]
-    rows = list(write_corpus(tiny, prompts, config, 0, lambda text, doing=None: said.append(text)))
+    rows = list(write_corpus(tiny, prompts, config, lambda text, doing=None: said.append(text)))
     assert sorted(row["messages"][0]["content"] for row in rows) == [*(f"one {i}" for i in range(6)), "three"]
     assert all([m["role"] for m in row["messages"]] == ["user", "assistant"] for row in rows)
     ended = sum(row["finished"] and row["messages"][0]["content"] != "three" for row in rows)
@@ -267,7 +268,7 @@ def test_a_conversation_ends_where_the_template_would_rewrite_it(tiny, tmp_path,
 
 
 def test_rows_with_and_without_ids_read_the_same(tiny, tmp_path):
-    rows = list(write_corpus(tiny, [[user(f"hi {i}")] for i in range(8)], settings(), 0, quiet))
+    rows = list(write_corpus(tiny, [[user(f"hi {i}")] for i in range(8)], settings(), quiet))
     rows = [row for row in rows if row["finished"]]
     assert len(rows) >= 2
     with_ids = load(tiny, save(tmp_path / "a.jsonl", rows))
@@ -458,12 +459,12 @@ def test_a_corpus_that_the_target_writes_is_written_once(tiny, tmp_path, monkeyp
     monkeypatch.setenv("DRAFTLAB_CACHE", str(tmp_path))
     said = []
     config = settings(source="self", write_conversations=6, write_batch=16)
-    first = load_corpus(config, tiny, 0, lambda text, doing=None: said.append(text))
+    first = load_corpus(config, tiny, lambda text, doing=None: said.append(text))
     assert len(first.rows) == 6 and any("tokens/s" in text for text in said)
     said.clear()
-    assert load_corpus(config, tiny, 0, lambda text, doing=None: said.append(text)).fingerprint == first.fingerprint
+    assert load_corpus(config, tiny, lambda text, doing=None: said.append(text)).fingerprint == first.fingerprint
     assert not any("tokens/s" in text for text in said)
-    assert load_corpus(config, tiny, 1, quiet).fingerprint != first.fingerprint
+    assert load_corpus(config.model_copy(update={"write_seed": 1}), tiny, quiet).fingerprint != first.fingerprint
 
 
 def test_an_interrupted_write_leaves_nothing_and_spoils_nothing(tmp_path):
@@ -530,12 +531,12 @@ def test_an_interrupted_writing_goes_on_when_the_command_is_repeated(tiny, tmp_p
 
 
 def test_a_journal_of_other_settings_is_of_no_use(tmp_path, batches):
-    build(tmp_path / "whole.jsonl", "seed=1")
+    build(tmp_path / "whole.jsonl", "corpus.write_seed=1")
     whole, batches.count, batches.dies_at = batches.count, 0, 4
     with pytest.raises(KeyboardInterrupt):
         build(tmp_path / "c.jsonl")
     batches.count, batches.dies_at = 0, None
-    build(tmp_path / "c.jsonl", "seed=1")
+    build(tmp_path / "c.jsonl", "corpus.write_seed=1")
     assert batches.count == whole
     assert (tmp_path / "c.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
@@ -544,9 +545,9 @@ def test_an_interrupted_corpus_in_the_cache_goes_on_too(tiny, tmp_path, monkeypa
     monkeypatch.setenv("DRAFTLAB_CACHE", str(tmp_path))
     config, batches.dies_at = settings(source="self", write_conversations=6), 3
     with pytest.raises(KeyboardInterrupt):
-        load_corpus(config, tiny, 0, quiet)
+        load_corpus(config, tiny, quiet)
     said, batches.dies_at = [], None
-    read = load_corpus(config, tiny, 0, lambda text, doing=None: said.append(text))
+    read = load_corpus(config, tiny, lambda text, doing=None: said.append(text))
     assert len(read.rows) == 6 and any("going on after" in text for text in said)
     assert not list((tmp_path / "corpora").glob("*.journal"))
 
@@ -566,7 +567,7 @@ def test_the_script_writes_a_corpus_that_loads_and_a_recipe_that_says_how(tiny, 
     assert [row.messages[0]["content"] for row in read.rows] == [f"question {i}" for i in range(4)]
     recipe = yaml.safe_load(out.with_name("corpus.yaml").read_text())
     assert recipe["target"] == {"name": "tiny", "revision": None, "fingerprint": tiny.fingerprint}
-    assert (recipe["conversations"], recipe["seed"], recipe["prompts"]) == (4, 0, prompts)
+    assert (recipe["conversations"], recipe["write"]["write_seed"], recipe["prompts"]) == (4, 0, prompts)
     assert recipe["supervised_tokens"] == sum(int(row.supervised.sum()) for row in read.rows)
     assert recipe["command"].startswith("python experiments/build_corpus.py --out")
     assert "wrote 4 conversations" in capsys.readouterr().out
@@ -586,7 +587,7 @@ def test_the_script_refuses_a_place_it_can_not_write_before_any_work(tmp_path, o
 
 @pytest.fixture(scope="module")
 def shipped(packaged):
-    return load_corpus(CorpusConfig(), packaged, 0, quiet)
+    return load_corpus(CorpusConfig(), packaged, quiet)
 
 
 def test_the_packaged_corpus_is_what_its_recipe_says(shipped):

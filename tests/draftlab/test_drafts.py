@@ -54,6 +54,20 @@ def test_a_checkpoint_is_found_by_its_mlflow_run_and_model(saved, store, tmp_pat
         assert info.hash == expected.hash and run.seed == 5
 
 
+def test_held_out_prompts_were_held_out_from_every_draft(saved, target, tmp_path):
+    run = config.load(config.CONFIGS / "tiny.yaml", ["draft.target_layer_ids=[0,2]", "corpus.heldout=0.1"])
+    shape = DraftConfig(block_size=4, num_hidden_layers=1, target_layer_ids=[0, 2])
+    draft = Draft(adapt(target.config, shape, target.mask_token_id))
+    draft.reset(0)
+    checkpoint.save(tmp_path / "less", draft, run, {"name": "tiny", "revision": None, "fingerprint": "x"})
+    quiet, refs = lambda *_, **__: None, [str(saved), str(tmp_path / "less")]
+    field = drafts.load_field(refs, None, [], no_store, tmp_path, quiet)
+    with pytest.raises(UserError, match="prompts heldout: less was trained with corpus.heldout=0.1, .* at most 0.1"):
+        field.prompts("heldout:2", quiet)
+    field = drafts.load_field(refs, None, ["corpus.heldout=0.1"], no_store, tmp_path, quiet)
+    assert len(field.prompts("heldout:2", quiet)) == 2
+
+
 def test_a_published_draft_without_a_run_is_evaluated_by_the_given_configuration(saved, store, tmp_path, monkeypatch):
     asked = {}
 

@@ -86,7 +86,7 @@ def prepared(cache):
 
 @pytest.fixture(scope="module")
 def corpus(target):
-    return load_corpus(RUN.corpus, target, RUN.seed, quiet)
+    return load_corpus(RUN.corpus, target, quiet)
 
 
 @dataclasses.dataclass
@@ -752,7 +752,7 @@ def test_a_batch_without_a_valid_slot_contributes_nothing_and_is_counted(target,
     changes = {"train.batch_size": 1, "train.weight_decay": 0.1, "train.steps": 3, "train.eval_every": 3}
     run = RUN.replace({"corpus.source": path, **changes})
     prepared = train.prepare({"empty": run}, quiet)
-    corpus = load_corpus(run.corpus, target, run.seed, quiet)
+    corpus = load_corpus(run.corpus, target, quiet)
     (empty,) = [i for i, row in enumerate(corpus.rows) if row.supervised.sum() == 1]
     done = trained(run, dataclasses.replace(prepared, train_rows=(empty,)), tmp_path)
     assert done.curve() == [0.0] * 3 and done.curve("grad_norm") == [0.0] * 3
