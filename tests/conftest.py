@@ -78,12 +78,17 @@ def swept(tmp_path_factory, migrated_database):
     return Swept(folder, uri, said.getvalue())
 
 
+def free_port():
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 @contextmanager
 def serve(uri, folder):
     """A real `mlflow server` over a store, for as long as the context is open; gives its URL, its log is in folder."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--port", str(port)]
     command += ["--workers", "1", "--artifacts-destination", str(folder / "served")]
     log = folder / "server.log"

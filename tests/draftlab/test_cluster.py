@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from conftest import free_port
 from ray.tune.search import Searcher
 
 from draftlab import cluster, config, train
@@ -88,12 +88,6 @@ def head():
         for each in (*psutil.Process(process.pid).children(recursive=True), process):
             each.kill()  # to end well takes it half a minute
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def free_port():
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        return place.getsockname()[1]
 
 
 def test_one_and_two_workers_have_the_same_loss_curve(session):

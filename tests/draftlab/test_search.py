@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from draftlab import checkpoint, search, train
-from draftlab.draft import adapt
+from draftlab.draft import Draft, adapt
 from draftlab.errors import UserError
-from draftlab.target import load_target_config
+from draftlab.target import load_target, load_target_config
 
 CPU = torch.device("cpu")
 GRID = {"draft.block_size": [2, 8], "train.lr": [1e-3, 0.5]}
@@ -177,6 +177,13 @@ def test_flex_attention_keeps_no_scores_in_memory(tiny_run):
     assert split - flex == scores
     auto = search.cost(long, shape, torch.device("cuda")).memory
     assert (auto, search.cost(long, shape, CPU).memory) == (flex, split)
+
+
+def test_the_cost_of_disk_covers_the_checkpoints_weights(tiny_run):
+    target = load_target(tiny_run.target)
+    draft = Draft(adapt(target.config, tiny_run.draft, target.mask_token_id))
+    weights = sum(parameter.numel() for parameter in draft.parameters())
+    assert search.cost(tiny_run, target.config, CPU).disk == 32 * weights
 
 
 def test_the_cost_of_disk_is_what_a_trials_checkpoints_take(swept):

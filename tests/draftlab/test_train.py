@@ -187,7 +187,8 @@ def test_flex_attention_is_not_trained_on_a_cpu(prepared, tmp_path):
 
 def test_compiling_needs_a_compiler(prepared, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(UserError, match="needs a C\\+\\+ compiler, and there is no no-such-compiler"):
+    complaint = "train.compile=true: needs a C\\+\\+ compiler, and there is no no-such-compiler"
+    with pytest.raises(UserError, match=complaint):
         trained(RUN.replace({"train.compile": True}), prepared, tmp_path)
 
 
